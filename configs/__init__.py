@@ -1,0 +1,1 @@
+"""Experiment configuration: Hydra YAML groups and the dataclasses that they are validated against."""

@@ -1,0 +1,539 @@
+"""The experiment configuration: a dataclass per group, a docstring per field.
+
+The composed Hydra tree is validated against `Config` (see `configs/validate.py`); `docs/configuration.md` is
+generated from this file. A field's docstring is the string literal that follows it.
+
+Sizes are counted in *sequences* unless a name says tokens. Paths may be a directory or a recipe (`tiny:policy`),
+which is built once and cached (see `trainer/tiny`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MISSING_PATH = "???"
+
+
+@dataclass
+class RunConfig:
+    """Where a run lives and what happens when its directory is already in use."""
+
+    name: str = "ppo"
+    """Name of the run; also the default name in the tracker."""
+    dir: str = "runs/${run.name}"
+    """Run directory: config.yaml, manifest.json, ledger.jsonl, metrics.jsonl, episodes/, checkpoints/, logs/, wandb/."""
+    resume: str = "never"
+    """`never`: a used directory is refused. `auto`: continue from the newest complete checkpoint, or start when there is none."""
+    resume_allow: list[str] = field(default_factory=list)
+    """Dotted config keys which may differ from the run that is resumed, beyond those that never change results."""
+
+
+@dataclass
+class DeterminismConfig:
+    """What `full_determinism` pins; recorded in the manifest either way."""
+
+    threads: int = 1
+    """CPU threads of every process (trainer ranks and engines). Part of the numerics environment: it changes bits."""
+    engine_check: bool = True
+    """Under full determinism, check on the real engines at start that batch composition and order do not move bits."""
+    cpu_linear: str = "auto"
+    """Batch-invariant linear of the CPU engines: `auto` (self-test decides), `pad1` or `block16`. Not used on CUDA."""
+
+
+@dataclass
+class LedgerConfig:
+    """The per-step record of digests."""
+
+    record: str = "digest"
+    """`off`, `digest` (a digest per phase) or `full` (also the raw values, for `exactrl compare` down to a token)."""
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters through `peft`; rank 0 trains all weights."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 turns them off."""
+    alpha: float = 16.0
+    """Scaling numerator of the adapters."""
+    target_modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+    """Names of the linear layers that get an adapter."""
+
+
+@dataclass
+class ModelConfig:
+    """The policy that is trained; actor, reference and (by default) critic start from it."""
+
+    path: str = MISSING_PATH
+    """Hugging Face checkpoint directory, or a recipe such as `tiny:policy`."""
+    tokenizer: str | None = None
+    """Tokenizer directory; null takes the model's."""
+    chat_template: str | None = None
+    """Jinja chat template that replaces the tokenizer's own; null keeps that."""
+    trust_remote_code: bool = False
+    """Allow code from the checkpoint directory to run."""
+
+
+@dataclass
+class FsdpConfig:
+    """How a model is sharded and computed."""
+
+    precision: str = "fp32"
+    """`fp32`, or `bf16` (parameters computed in bfloat16, reduced and stored in float32)."""
+    attention: str = "sdpa"
+    """Attention implementation of transformers (`sdpa`, `eager`, `flash_attention_2` on CUDA)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time, the same bits."""
+    reshard_after_forward: bool = False
+    """Free gathered parameters between forward and backward: less memory, more communication."""
+    leaf_size: int = 8
+    """Sequences of one forward/backward. A leaf is the unit of the canonical gradient sum, so it belongs to the numerics environment."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's two decay rates."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    fused: bool = False
+    """The fused kernel. Refused under full determinism: its bits depend on the shard's length (level D4)."""
+    schedule: str = "constant"
+    """`constant`, `linear` or `cosine`, counted in training steps, after the warm-up."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises linearly from 0."""
+    min_lr_ratio: float = 0.0
+    """Where `linear` and `cosine` end, as a share of `lr`."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global L2 norm; 0 turns clipping off."""
+
+
+@dataclass
+class ActorConfig:
+    """Policy training."""
+
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Sharding and precision."""
+    optim: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """Optimizer and schedule."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters."""
+    ppo_epochs: int = 1
+    """Passes over a step's batch."""
+    mini_batch_size: int = 64
+    """Sequences per optimizer step. Must divide prompts x samples and be a multiple of `fsdp.leaf_size`."""
+
+
+@dataclass
+class CriticConfig:
+    """Value model training; built only when the advantage estimator needs it."""
+
+    path: str = "${model.path}"
+    """Checkpoint the value model starts from: a causal LM (new value head) or a one-label sequence classifier (head reused)."""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Sharding and precision."""
+    optim: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """Optimizer and schedule."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters."""
+    ppo_epochs: int = 1
+    """Passes over a step's batch."""
+    mini_batch_size: int = 64
+    """Sequences per optimizer step."""
+    warmup_steps: int = 0
+    """First training steps in which only the critic is updated."""
+
+
+@dataclass
+class RefConfig:
+    """The frozen reference policy; built only when a KL coefficient is set."""
+
+    path: str = "${model.path}"
+    """Checkpoint of the reference."""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Sharding and precision."""
+
+
+@dataclass
+class DataSourceConfig:
+    """One source of prompts."""
+
+    name: str = MISSING_PATH
+    """Label in metrics and in prompt ids; unique among the sources."""
+    kind: str = "reasoning_gym"
+    """`reasoning_gym` (a task generated by name) or `dataset` (anything the `datasets` library loads)."""
+    path: str = MISSING_PATH
+    """Task name, Hub name, or path of a file or folder (.parquet, .jsonl, .json, .csv)."""
+    split: str = "train"
+    """Split of a dataset."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the task or of `datasets.load_dataset`."""
+    size: int = 1024
+    """Number of rows a reasoning-gym task generates."""
+    seed: int | None = None
+    """Seed of a generated task; null derives one from `data.seed` and the source's name."""
+    weight: float = 1.0
+    """Share of the rows drawn from this source when several are mixed."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    answer_key: str | None = "answer"
+    """Column with the reference answer for verifiers; null when there is none."""
+
+
+@dataclass
+class DataConfig:
+    """Prompts for training and validation."""
+
+    train: list[DataSourceConfig] = field(default_factory=list)
+    """Training sources."""
+    validation: list[DataSourceConfig] = field(default_factory=list)
+    """Held-out sources."""
+    seed: int = "${seed}"  # type: ignore[assignment]
+    """Seed of the order and of generated tasks."""
+    prompts_per_step: int = 64
+    """Prompts of one PPO step."""
+    shuffle: bool = True
+    """A new order in each epoch, a function of the seed and the epoch."""
+    max_prompt_tokens: int = 512
+    """Longest prompt after the chat template."""
+    overlong_prompts: str = "error"
+    """`error`, `filter`, `truncate_left` or `truncate_right`."""
+    apply_chat_template: bool = True
+    """Render prompts with the chat template; false feeds plain text."""
+    system_prompt: str | None = None
+    """A system message put before every conversation."""
+
+
+@dataclass
+class SamplingConfig:
+    """Sampling parameters; every one of them is sent with every request, so nothing is inherited from a model directory."""
+
+    n: int = 1
+    """Samples per prompt."""
+    max_new_tokens: int = 64
+    """Response cap."""
+    temperature: float = 1.0
+    """Sampling temperature; 0 is greedy (validation only)."""
+    top_p: float = 1.0
+    """Nucleus share; other than 1.0 is refused for training (the trained distribution would not be the sampled one)."""
+    top_k: int = 0
+    """Number of most likely tokens kept; 0 keeps all; other values are refused for training."""
+    min_p: float = 0.0
+    """Smallest share of the most likely token's probability; other than 0 is refused for training."""
+    repetition_penalty: float = 1.0
+    """1.0 is neutral; other values are refused for training."""
+    presence_penalty: float = 0.0
+    """0.0 is neutral; other values are refused for training."""
+    frequency_penalty: float = 0.0
+    """0.0 is neutral; other values are refused for training."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a response."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Token ids that end a response beside the tokenizer's EOS and the model's `generation_config.eos_token_id`."""
+    ignore_eos: bool = False
+    """Go on past EOS to the cap (benchmarks)."""
+    seed: int | None = None
+    """One seed shared by every request. Refused with n > 1 under full determinism: a group's samples would be copies."""
+
+
+@dataclass
+class RolloutConfig:
+    """The rollout engines (vLLM)."""
+
+    seed: int = "${seed}"  # type: ignore[assignment]
+    """Run seed from which each request's seed is derived (`determinism/seeds.py`)."""
+    full_determinism: bool = "${full_determinism}"  # type: ignore[assignment]
+    """Follows the root switch."""
+    replicas: int = 1
+    """Data-parallel engines, each a process of its own."""
+    tensor_parallel_size: int = 1
+    """GPUs of one replica."""
+    dtype: str = "float32"
+    """Engine's compute type: float32 or bfloat16."""
+    max_model_len: int | None = None
+    """Engine context; null takes `data.max_prompt_tokens + sampling.max_new_tokens`."""
+    max_num_seqs: int = 64
+    """Sequences an engine runs at once. Does not change bits under full determinism."""
+    max_num_batched_tokens: int = 8192
+    """Tokens of one engine step."""
+    kv_cache_mib: int = 64
+    """KV cache on CPU, in MiB."""
+    gpu_memory_utilization: float = 0.4
+    """Share of a GPU's memory for weights and KV cache."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV cache of shared prompt prefixes; cleared at each weight update."""
+    enforce_eager: bool = True
+    """Run without CUDA graphs and torch.compile."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Training samples."""
+    validation: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    """Validation samples (greedy unless set)."""
+    validation_sampled: SamplingConfig | None = None
+    """A second, sampled validation pass; null skips it."""
+    max_head_offpolicyness: int = 0
+    """How many weight versions a sample may lag behind. Must be 0 under full determinism."""
+    deterministic_sampling: bool = False
+    """Per-request derived seeds and canonical order without the rest of full determinism. Promises equal seeds and order, not equal bits."""
+    serialize_group_samples: bool = False
+    """Submit a group's members one after the other in member order. Promises a stable submission order within a group, nothing more."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine; a key that a setting above owns is refused."""
+    start_timeout_s: float = 300.0
+    """Longest engine start before the run fails with the engine's log."""
+
+
+@dataclass
+class RewardModelConfig:
+    """The served reward model: a sequence classifier with one label; its raw logit is the reward."""
+
+    path: str | None = None
+    """Checkpoint directory or recipe (`tiny:reward`); null serves none."""
+    tokenizer: str | None = None
+    """Its own tokenizer; null takes the checkpoint's."""
+    weight: float = 1.0
+    """Factor in the sum of rewards."""
+    replicas: int = 1
+    """Engines, each a process of its own."""
+    max_num_seqs: int = 1
+    """Sequences scored at once; forced to 1 under full determinism."""
+    max_model_len: int | None = None
+    """Context; null takes the rollout's."""
+    dtype: str = "float32"
+    """Compute type."""
+    kv_cache_mib: int = 64
+    """KV cache on CPU, in MiB."""
+    gpu_memory_utilization: float = 0.2
+    """Share of a GPU's memory."""
+    apply_chat_template: bool = True
+    """Rebuild the conversation with the reward model's own chat template; false scores prompt text + response text."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine; a key that a setting above owns is refused."""
+    start_timeout_s: float = 300.0
+    """Longest engine start before the run fails with the engine's log."""
+
+
+@dataclass
+class RewardFunctionConfig:
+    """One reward function."""
+
+    name: str = MISSING_PATH
+    """Label in metrics; unique among the sources (`model` is the reward model's)."""
+    function: str = "exact_match"
+    """`exact_match`, `math_verify`, `reasoning_gym`, or `package.module:function` / `path/to/file.py:function`."""
+    weight: float = 1.0
+    """Factor in the sum of rewards; 0 logs the score without training on it."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of every call."""
+    timeout_s: float = 10.0
+    """Time limit of one call; the process that overruns it is killed and replaced."""
+
+
+@dataclass
+class RewardConfig:
+    """Where scores come from and what happens when one fails."""
+
+    full_determinism: bool = "${full_determinism}"  # type: ignore[assignment]
+    """Follows the root switch."""
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """The served reward model."""
+    functions: list[RewardFunctionConfig] = field(default_factory=list)
+    """Verifiers and user functions; weighted and added to the reward model's score."""
+    function_workers: int = 1
+    """Processes that run the functions."""
+    on_error: str = "fail"
+    """A reward that raises, hangs or is not finite: `fail` the run, `drop` the sample from its group, or `penalise` it."""
+    penalty: float = -1.0
+    """The reward of a penalised sample."""
+    audit_rows: int = 0
+    """Call each function twice on this many rows of each step; a difference is an error under full determinism, else a warning."""
+
+
+@dataclass
+class AdvantageConfig:
+    """The advantage estimator."""
+
+    name: str = "gae"
+    """`gae`, `grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `remax`, or `package.module:function`."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 0.95
+    """GAE's lambda."""
+    whiten: str = "none"
+    """`none`, `full` (zero mean, unit variance over the batch's response tokens) or `scale` (unit variance, mean kept)."""
+    group_std: bool = True
+    """GRPO: divide by the group's standard deviation."""
+
+
+@dataclass
+class PolicyLossConfig:
+    """The policy loss."""
+
+    name: str = "ppo_clip"
+    """`ppo_clip`, `gspo`, `cispo`, or `package.module:function`."""
+    clip_low: float = 0.2
+    """Ratio's lower bound is 1 - clip_low."""
+    clip_high: float = 0.2
+    """Ratio's upper bound is 1 + clip_high."""
+    dual_clip: float | None = None
+    """Bound c > 1 on the loss of negative advantages (dual-clip PPO); null turns it off."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+
+@dataclass
+class ValueLossConfig:
+    """The value loss."""
+
+    clip_range: float = 0.2
+    """Values may move this far from the old ones; 0 turns clipping off."""
+
+
+@dataclass
+class KlConfig:
+    """The KL to the reference policy."""
+
+    placement: str = "reward"
+    """`reward` (a penalty per token), `loss` (a term of the policy loss) or `none`."""
+    estimator: str = "k1"
+    """`k1`, `k2` or `k3` (Schulman, 'Approximating KL divergence'); `full` (over the vocabulary, `loss` only)."""
+    coef: float = 0.0
+    """The coefficient, or the adaptive controller's first value."""
+    controller: str = "fixed"
+    """`fixed` or `adaptive` (Ziegler et al. 2019, section 2.2)."""
+    target: float = 6.0
+    """Adaptive: the KL per sequence aimed at, in nats."""
+    horizon: float = 10000.0
+    """Adaptive: number of sequences over which the coefficient follows."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """The arithmetic of a step."""
+
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """Advantages and returns."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    """Policy loss."""
+    value_loss: ValueLossConfig = field(default_factory=ValueLossConfig)
+    """Value loss."""
+    kl: KlConfig = field(default_factory=KlConfig)
+    """KL to the reference."""
+    aggregation: str = "token_mean"
+    """`token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum` or `seq_mean_token_sum_norm`; global over a mini-batch."""
+    truncated: str = "keep"
+    """Responses that hit the cap: `keep` (as any other), `mask` (no loss), `penalise` (`truncated_penalty` is added), `bootstrap` (the value after the last token continues the return; GAE only)."""
+    truncated_penalty: float = -1.0
+    """Added to the score of a truncated response when penalised."""
+    overlong_buffer: int = 0
+    """Soft overlong penalty (DAPO): within the last this many tokens below the cap the score falls linearly by `overlong_penalty`; 0 turns it off."""
+    overlong_penalty: float = 1.0
+    """Largest soft overlong penalty."""
+
+
+@dataclass
+class LauncherConfig:
+    """Processes and devices."""
+
+    name: str = "auto"
+    """`auto` (torchrun when started by it, else Ray), `ray` or `torchrun`."""
+    num_ranks: int = 1
+    """FSDP ranks. Under torchrun it must equal --nproc-per-node x nodes."""
+    device: str = "auto"
+    """`auto`, `cpu` or `cuda`."""
+    ray_address: str | None = None
+    """Address of a running Ray cluster; null starts a local one."""
+    ray_num_cpus: int | None = None
+    """CPUs the local Ray may count; null takes the machine's. Ranks and engines are checked against it before anything starts."""
+    timeout_s: float = 600.0
+    """Longest wait for one collective before the run fails."""
+
+
+@dataclass
+class TrackingConfig:
+    """Metrics and their readers."""
+
+    wandb_mode: str = "offline"
+    """`offline`, `online` or `disabled`."""
+    project: str = "exactrl"
+    """W&B project."""
+    entity: str | None = None
+    """W&B entity."""
+    group: str | None = None
+    """W&B group."""
+    tags: list[str] = field(default_factory=list)
+    """W&B tags."""
+    progress: bool = True
+    """A progress bar on the terminal with step time, reward and KL."""
+    save_episodes: bool = True
+    """Write each step's episodes to `episodes/` as JSONL."""
+    log_samples: int = 4
+    """Validation samples shown in the tracker's table."""
+
+
+@dataclass
+class TrainerConfig:
+    """The loop."""
+
+    total_steps: int = 100
+    """PPO steps. `total_epochs` may end the run earlier."""
+    total_epochs: int | None = None
+    """Passes over the training data; null lets `total_steps` decide alone."""
+    validate_every: int = 10
+    """Steps between validations; 0 turns them off."""
+    validate_at_start: bool = True
+    """Validate before the first step."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; 0 saves only at the end."""
+    checkpoint_at_end: bool = True
+    """Save after the last step."""
+    keep_last: int = 2
+    """Newest checkpoints kept; 0 keeps all."""
+    keep_every: int = 0
+    """Checkpoints at multiples of this step are kept for good; 0 for none."""
+    max_nonfinite_updates: int = 3
+    """Updates skipped in a row for a non-finite loss or gradient before the run stops."""
+
+
+@dataclass
+class Config:
+    """The whole experiment."""
+
+    seed: int = 0
+    """The one seed: data order, sampling, mini-batch order and new weights are derived from it."""
+    full_determinism: bool = False
+    """Every run a pure function of code, config, data, model and seed, or an error before it starts (docs/determinism.md)."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """The run directory."""
+    determinism: DeterminismConfig = field(default_factory=DeterminismConfig)
+    """Numerics environment."""
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
+    """Record of digests."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The loop."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Prompts."""
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """Policy training."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """Value training."""
+    ref: RefConfig = field(default_factory=RefConfig)
+    """Reference."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Generation."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Scores."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Arithmetic."""
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    """Processes."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Metrics."""

@@ -1,0 +1,1 @@
+"""Scores for episodes: a served reward model, verifiers, and functions of the user's own."""

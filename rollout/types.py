@@ -1,0 +1,144 @@
+"""The records that travel between data, engines, rewards and the trainer.
+
+    Prompt --(n samples)--> GenerationRequest --engine--> Generation --> Episode --> trainer/experience.py
+
+Everything is keyed on the canonical identity (task id, sample index, turn); lists are ordered by it, never by completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class SampleKey(NamedTuple):
+    """Canonical identity of one generation; tuples of it sort into the canonical order."""
+
+    task: int
+    """Position of the prompt in the step's batch, from 0."""
+    sample: int
+    """Index of the sample in the prompt's group, from 0."""
+    turn: int = 0
+    """Turn of the conversation, from 0."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row of a data source, ready for the engine."""
+
+    id: str
+    """Stable identity `source/row`; two rows with equal text have different ids."""
+    source: str
+    """Name of the data source."""
+    token_ids: tuple[int, ...]
+    """The rendered prompt, with exactly one BOS when the tokenizer has one; no padding."""
+    text: str
+    """The rendered prompt as text."""
+    messages: tuple[Mapping[str, Any], ...]
+    """The conversation in chat form; plain text is one user message."""
+    answer: Any = None
+    """Reference answer for verifiers."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The row's remaining columns (what a reasoning-gym task needs to score an answer, for example)."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters of one request, all explicit. Field meanings: `configs.schema.SamplingConfig`."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Tokens in: one call of an engine."""
+
+    key: SampleKey
+    """Canonical identity."""
+    prompt_token_ids: tuple[int, ...]
+    """Everything the model sees before the first new token."""
+    seed: int
+    """63-bit seed of this request alone."""
+    sampling: Sampling
+    """Parameters, all of them sent."""
+    priority: int = 0
+    """Unique within a batch; ties in a scheduler would fall to arrival time."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Tokens out: what the engine sampled, never re-encoded from text."""
+
+    key: SampleKey
+    """Identity of the request."""
+    token_ids: tuple[int, ...]
+    """Sampled ids, the ending EOS included when there is one."""
+    logprobs: tuple[float, ...]
+    """log-probability of each sampled id under the sampling distribution (temperature applied), nats; same length as `token_ids`."""
+    finish_reason: str
+    """`stop` (EOS or a stop condition) or `length` (the cap)."""
+    weight_version: int
+    """Number of weight updates the engine had taken."""
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(f"{self.key}: {len(self.token_ids)} token ids but {len(self.logprobs)} log-probabilities")
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One sample of one prompt, complete: what is scored and trained on."""
+
+    key: SampleKey
+    """Canonical identity (the last turn's)."""
+    prompt: Prompt
+    """Where it came from."""
+    seed: int
+    """Seed of its (first) request."""
+    response_ids: tuple[int, ...]
+    """Every token after the prompt; for several turns also those the environment wrote."""
+    response_mask: tuple[bool, ...]
+    """True where the policy sampled the token."""
+    logprobs: tuple[float, ...]
+    """Rollout log-probabilities, 0.0 where the mask is False."""
+    finish_reason: str
+    """Of the last turn: `stop` or `length`."""
+    text: str
+    """Decoded response without special tokens."""
+    weight_version: int = 0
+    """Weights that sampled it."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the cap ended it: from the engine's finish reason, never from a padded width."""
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True)
+class Score:
+    """Reward of one episode."""
+
+    total: float
+    """Weighted sum over the sources; NaN never leaves the reward manager. Meaningless when `dropped`."""
+    by_source: Mapping[str, float]
+    """Raw score of each source, before its weight; a source that failed on this sample is absent."""
+    dropped: bool = False
+    """The sample takes no part in group statistics, loss or metrics (reward.on_error=drop)."""
+    error: str | None = None
+    """What failed, with the source's name; None when nothing did."""
+
+
+def canonical(items: Sequence[Any]) -> list[Any]:
+    """Sort records that carry a `key` into the canonical order (task, sample, turn)."""
+    return sorted(items, key=lambda item: item.key)
