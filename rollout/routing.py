@@ -1,0 +1,71 @@
+"""Which replica serves which request, and how the answers come back together.
+
+Placement is a function of the canonical identities in the batch: it does not depend on load, on arrival or on the order in
+which requests are listed. With batch-invariant engines it could not change results anyway; it makes engine logs and
+timings repeatable too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from rollout.types import Generation, GenerationRequest, SampleKey
+
+
+def assign(requests: Sequence[GenerationRequest], replicas: int) -> list[list[GenerationRequest]]:
+    """Place requests on replicas: in the order of a digest of their keys, dealt like cards.
+
+    Dealing keeps the counts within one of each other; the digest spreads a group's members, whose prompt is shared and
+    whose lengths are alike, over all replicas.
+
+    Returns:
+        `replicas` lists that together hold every request once; each in canonical order, possibly empty.
+
+    Raises:
+        ValueError: no replica, or a key that occurs twice.
+    """
+    if replicas < 1:
+        raise ValueError(f"rollout.replicas must be at least 1, got {replicas}")
+    repeated = _repeated([request.key for request in requests])
+    if repeated:
+        raise ValueError(f"requests with the same key in one batch: {_names(repeated)}")
+    shuffled = sorted(requests, key=lambda request: (_digest(request.key), request.key))
+    return [sorted(shuffled[rank::replicas], key=lambda request: request.key) for rank in range(replicas)]
+
+
+def gather(per_replica: Sequence[Sequence[Generation]], expected: Sequence[GenerationRequest]) -> list[Generation]:
+    """Join the replicas' answers in canonical order, and check that they are exactly what was asked for.
+
+    Raises:
+        RuntimeError: a generation is missing, came back twice, or was never asked for; the message names the keys.
+    """
+    joined = [generation for generations in per_replica for generation in generations]
+    asked, came = {request.key for request in expected}, [generation.key for generation in joined]
+    problems = {
+        "missing": sorted(asked.difference(came)),
+        "returned twice": _repeated(came),
+        "never asked for": sorted(set(came) - asked),
+    }
+    if any(problems.values()):
+        found = "; ".join(f"{what}: {_names(keys)}" for what, keys in problems.items() if keys)
+        raise RuntimeError(f"the rollout engines' answers do not match the {len(asked)} requests; {found}")
+    return sorted(joined, key=lambda generation: generation.key)
+
+
+def _digest(key: SampleKey) -> bytes:
+    text = f"exactrl/placement/v1/{key.task}/{key.sample}/{key.turn}"
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _repeated(keys: Sequence[SampleKey]) -> list[SampleKey]:
+    seen: set[SampleKey] = set()
+    twice: set[SampleKey] = set()
+    for key in keys:
+        (twice if key in seen else seen).add(key)
+    return sorted(twice)
+
+
+def _names(keys: Sequence[SampleKey], limit: int = 5) -> str:
+    shown = ", ".join(f"(task {k.task}, sample {k.sample}, turn {k.turn})" for k in keys[:limit])
+    return shown if len(keys) <= limit else f"{shown} and {len(keys) - limit} more"
