@@ -34,14 +34,14 @@ def assign(requests: Sequence[GenerationRequest], replicas: int) -> list[list[Ge
     return [sorted(shuffled[rank::replicas], key=lambda request: request.key) for rank in range(replicas)]
 
 
-def gather(per_replica: Sequence[Sequence[Generation]], expected: Sequence[GenerationRequest]) -> list[Generation]:
+def gather(requests: Sequence[GenerationRequest], per_replica: Sequence[Sequence[Generation]]) -> list[Generation]:
     """Join the replicas' answers in canonical order, and check that they are exactly what was asked for.
 
     Raises:
         RuntimeError: a generation is missing, came back twice, or was never asked for; the message names the keys.
     """
     joined = [generation for generations in per_replica for generation in generations]
-    asked, came = {request.key for request in expected}, [generation.key for generation in joined]
+    asked, came = {request.key for request in requests}, [generation.key for generation in joined]
     problems = {
         "missing": sorted(asked.difference(came)),
         "returned twice": _repeated(came),
