@@ -1,0 +1,115 @@
+"""A step's episodes as tensors: padded once, masked once, cut into leaves once.
+
+Rows stand in the canonical order (task, sample). For computing they are dealt into *leaves*: a fixed number of sequences
+chosen by a seeded permutation. Every forward and backward pass of the step, old and new log-probabilities alike, sees the
+same leaves, so the first ratio is exactly 1; epochs shuffle leaves, not rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from determinism.seeds import derive_seed, permutation
+from rollout.types import Episode, Score
+from workers.batch import LossTotals, TokenBatch
+
+
+@dataclass(frozen=True)
+class Experience:
+    """N episodes with everything that is computed about them; T is the longest one's number of tokens."""
+
+    episodes: tuple[Episode, ...]
+    """The episodes, in canonical order; row i of every tensor is episode i."""
+    tokens: TokenBatch
+    """Ids, masks and per-token quantities, [N, T]."""
+    scores: Tensor
+    """[N] float32; total reward of each episode; 0 where dropped."""
+    keep: Tensor
+    """[N] bool; False for samples dropped by `reward.on_error=drop`."""
+    group: Tensor
+    """[N] int64; position of the episode's prompt in the step's batch."""
+    truncated: Tensor
+    """[N] bool; ended by the cap, as the engine reported."""
+
+    @classmethod
+    def from_episodes(cls, episodes: Sequence[Episode], scores: Sequence[Score], pad_id: int) -> Experience:
+        """Pad and mask.
+
+        Raises:
+            ValueError: another number of scores than episodes.
+        """
+        if len(episodes) != len(scores):
+            raise ValueError(f"{len(episodes)} episodes but {len(scores)} scores")
+        lengths = torch.tensor([len(e.prompt.token_ids) + len(e.response_ids) for e in episodes])
+        count, width = len(episodes), int(lengths.max())
+        ids = torch.full((count, width), pad_id, dtype=torch.int64)
+        mask = torch.zeros((count, width), dtype=torch.bool)
+        logprobs = torch.zeros((count, width), dtype=torch.float32)
+        for row, (episode, score) in enumerate(zip(episodes, scores, strict=True)):
+            start, end = len(episode.prompt.token_ids), int(lengths[row])
+            ids[row, :end] = torch.tensor(episode.prompt.token_ids + episode.response_ids)
+            mask[row, start:end] = torch.tensor(episode.response_mask, dtype=torch.bool) & (not score.dropped)
+            logprobs[row, start:end] = torch.tensor(episode.logprobs, dtype=torch.float32)
+        return cls(
+            episodes=tuple(episodes),
+            tokens=TokenBatch(ids, lengths, mask, rollout_logprobs=torch.where(mask, logprobs, 0.0)),
+            scores=torch.tensor([0.0 if s.dropped else s.total for s in scores], dtype=torch.float32),
+            keep=torch.tensor([not s.dropped for s in scores]),
+            group=torch.tensor([e.key.task for e in episodes]),
+            truncated=torch.tensor([e.truncated for e in episodes]),
+        )
+
+    def with_tokens(self, **tensors: Tensor) -> Experience:
+        """A copy with per-token tensors ([N, T]) set."""
+        return replace(self, tokens=self.tokens.with_(**tensors))
+
+    def __len__(self) -> int:
+        return len(self.episodes)
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """Which rows make up which leaf."""
+
+    rows: tuple[Tensor, ...]
+    """Per leaf: [leaf_size] int64 row numbers."""
+
+    @classmethod
+    def draw(cls, count: int, leaf_size: int, run_seed: int, step: int) -> LeafPlan:
+        """Deal `count` rows into leaves; a function of the arguments alone, the same for every role and rank count.
+
+        Raises:
+            ValueError: `leaf_size` does not divide `count`.
+        """
+        if count % leaf_size:
+            raise ValueError(f"{count} sequences can't be cut into leaves of {leaf_size}")
+        order = torch.tensor(permutation(count, derive_seed(run_seed, "leaves", step)))
+        return cls(tuple(order.split(leaf_size)))
+
+    def cut(self, tokens: TokenBatch) -> list[TokenBatch]:
+        """The leaves, each as wide as its own longest sequence."""
+        return [tokens.select(rows) for rows in self.rows]
+
+    def paste(self, per_leaf: Sequence[Tensor], width: int) -> Tensor:
+        """Undo `cut` for one tensor a leaf ([leaf_size, t]): [N, width], zeros in the padding."""
+        count = sum(len(rows) for rows in self.rows)
+        whole = torch.zeros((count, width), dtype=per_leaf[0].dtype)
+        for rows, values in zip(self.rows, per_leaf, strict=True):
+            whole[rows, : values.shape[1]] = values
+        return whole
+
+    def epoch(self, leaves_per_batch: int, run_seed: int, role: str, step: int, epoch: int) -> list[list[int]]:
+        """Leaf numbers of each mini-batch of one epoch, shuffled by (seed, role, step, epoch)."""
+        order = permutation(len(self.rows), derive_seed(run_seed, "mini_batches", role, step, epoch))
+        return [order[i : i + leaves_per_batch] for i in range(0, len(order), leaves_per_batch)]
+
+
+def loss_totals(leaves: Sequence[TokenBatch], max_response_tokens: int) -> LossTotals:
+    """Counts over a mini-batch's leaves; at least 1 each, so that an all-masked mini-batch has loss 0, not NaN."""
+    tokens = sum(int(leaf.mask.sum()) for leaf in leaves)
+    sequences = sum(int(leaf.mask.any(dim=1).sum()) for leaf in leaves)
+    return LossTotals(max(tokens, 1), max(sequences, 1), max_response_tokens)
