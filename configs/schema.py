@@ -414,6 +414,20 @@ class KlConfig:
 
 
 @dataclass
+class RolloutCorrectionConfig:
+    """What the policy loss does about the gap between the policy that sampled (engine) and the one that is trained."""
+
+    tis_cap: float | None = None
+    """Truncated importance sampling: each token's loss is weighted by min(trainer / rollout probability, this cap); null turns it off."""
+    sequence_mask_low: float | None = None
+    """Leave out sequences whose geometric mean of trainer / rollout probability is below this bound (0 to 1); null for no bound."""
+    sequence_mask_high: float | None = None
+    """Leave out sequences whose geometric mean of trainer / rollout probability is above this bound (1 or more); null for no bound."""
+    decoupled: bool = False
+    """Decoupled PPO for stale batches: the clip is around the trainer's old policy, and each token is weighted by old / rollout probability (uncapped unless `tis_cap` is set)."""
+
+
+@dataclass
 class AlgorithmConfig:
     """The arithmetic of a step."""
 
@@ -427,6 +441,8 @@ class AlgorithmConfig:
     """KL to the reference."""
     aggregation: str = "token_mean"
     """`token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum` or `seq_mean_token_sum_norm`; global over a mini-batch."""
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    """The gap between sampling and training."""
     truncated: str = "keep"
     """Responses that hit the cap: `keep` (as any other), `mask` (no loss), `penalise` (`truncated_penalty` is added), `bootstrap` (the value after the last token continues the return; GAE only)."""
     truncated_penalty: float = -1.0
