@@ -1,0 +1,112 @@
+"""Entry of a training run: `exactrl train`, `python -m trainer.main_ppo`, `torchrun ... -m trainer.main_ppo`, `accelerate launch`.
+
+    compose + validate -> pin the process -> check inputs and resources -> start workers and engines -> PPO.fit
+
+Everything that can be wrong with the config, the data, the models or the machine is said in one line before an engine starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from configs.schema import Config
+    from trainer.checkpoint import Checkpoint
+    from trainer.run_dir import RunDirectory
+    from workers.group import Launcher
+
+logger = logging.getLogger("exactrl")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line: the same arguments as `exactrl train`."""
+    from trainer.cli import main as cli
+
+    return cli(["train", *(sys.argv[1:] if argv is None else argv)])
+
+
+def run(config: Config) -> int:
+    """Train as configured; returns the exit code.
+
+    Raises:
+        ValueError, FileNotFoundError: something about the inputs is wrong; nothing was started.
+        WorkerError: a worker failed; carries its traceback.
+    """
+    from determinism.environment import pin_process, reexec_with_hashseed
+
+    reexec_with_hashseed(config.full_determinism, config.determinism.threads)
+    pin_process(config.full_determinism, config.determinism.threads)
+
+    from trainer.build import load_inputs, resolve_paths
+    from trainer.run_dir import RunDirectory
+    from workers.launch import launched_by_torchrun, make_launcher
+    from workers.resources import check_resources
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    config = resolve_paths(config)
+    run_directory = RunDirectory(config.run.dir)
+    if not launched_by_torchrun():  # under torchrun the first rank to get here would make the directory look used
+        run_directory.check(config.run.resume)
+    inputs = load_inputs(config)
+    check_resources(config)
+    with ExitStack() as stack:
+        launcher = make_launcher(config, run_directory.path)
+        stack.callback(launcher.close)
+        checkpoint = launcher.on_main(lambda: prepare_directory(config, run_directory))
+        train(config, launcher, run_directory, checkpoint, inputs, stack)
+    return 0
+
+
+def prepare_directory(config: Config, run: RunDirectory) -> Checkpoint | None:
+    """Claim the run directory; the checkpoint to continue from, or None for a new run.
+
+    Raises:
+        RunDirectoryError, ResumeError, CheckpointError: the directory can't be used as asked.
+    """
+    from configs.compose import from_yaml, to_dict, to_yaml
+    from determinism.ledger import Ledger
+    from trainer.checkpoint import CheckpointStore
+    from trainer.resume import check_resume
+    from trainer.run_dir import write_atomically
+
+    run.check(config.run.resume)
+    run.open()
+    checkpoint = None
+    if config.run.resume != "never":
+        step = None if config.run.resume == "auto" else int(config.run.resume)
+        if run.config.exists():
+            check_resume(to_dict(from_yaml(run.config)), to_dict(config), config.run.resume_allow, str(run.path))
+        store = CheckpointStore(run.checkpoints, config.trainer.keep_last, config.trainer.keep_every)
+        checkpoint = store.find(step)
+        done = checkpoint.step if checkpoint else -1
+        store.remove_after(done)
+        run.cut_after(done)
+        Ledger(run.path, config.ledger.record).truncate_after(done)
+    write_atomically(run.config, to_yaml(config))
+    return checkpoint
+
+
+def train(
+    config: Config, launcher: Launcher, run: RunDirectory, checkpoint: Checkpoint | None, inputs: Any, stack: ExitStack
+) -> None:
+    """Start everything, restore, and run the loop."""
+    from trainer.build import assemble
+
+    ppo = assemble(config, launcher, run, checkpoint, inputs, stack)
+    failed = True
+    try:
+        ppo.fit()
+        failed = False
+    finally:
+        if ppo.parts.record.tracker is not None:
+            ppo.parts.record.tracker.close(failed)
+    if launcher.is_main:
+        logger.info("done: %d steps, everything is in %s", ppo.done, run.path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

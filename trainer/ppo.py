@@ -1,0 +1,297 @@
+"""The PPO loop. Read `PPO.step` first: one training step from top to bottom, a phase a line.
+
+    prompts -> episodes -> scores -> experience -> log-probabilities, values -> advantages -> critic, actor -> weights out
+
+The same loop runs under Ray (one driver) and under torchrun (every rank runs it, see `workers/group.py`).
+Source: Schulman et al. 2017 (PPO); Ziegler et al. 2019 and Ouyang et al. 2022 (the language-model form).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from configs.schema import Config
+from determinism.ledger import Ledger
+from reward.manager import RewardManager
+from rollout.engine import sampling_from_config
+from rollout.episodes import Rollout
+from rollout.types import Episode, Prompt, Score
+from trainer.advantages import AdvantageInputs, compute_advantages, estimator
+from trainer.checkpoint import CheckpointStore, write_checkpoint
+from trainer.data import PromptSampler
+from trainer.experience import Experience, LeafPlan
+from trainer.kl import AdaptiveKl, FixedKl, kl_estimate, penalised_rewards
+from trainer.losses import policy_loss_from_config, shape_scores, value_loss_from_config
+from trainer.metrics import batch_metrics, mean_metrics
+from trainer.models import MiniBatchResult, Models
+from trainer.record import Record
+from trainer.timing import Timing
+from trainer.validation import Validation
+
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+    """Too many updates in a row had a loss or a gradient that is not finite."""
+
+
+@dataclass
+class Parts:
+    """Everything the loop drives; built by `trainer/build.py`."""
+
+    sampler: PromptSampler
+    rollout: Rollout
+    reward: RewardManager
+    models: Models
+    validation: Validation
+    ledger: Ledger
+    record: Record
+    store: CheckpointStore
+    kl: FixedKl | AdaptiveKl
+    on_main: Callable[[Callable[[], Any]], Any]
+    pad_id: int
+    eos_ids: tuple[int, ...]
+    roles: Sequence[str]
+
+
+class PPO:
+    """Trains the actor until `total_steps`.
+
+    Args:
+        config: the validated experiment.
+        parts: the workers, engines and records.
+        total_steps: last step (the shorter of `trainer.total_steps` and `trainer.total_epochs`).
+    """
+
+    def __init__(self, config: Config, parts: Parts, total_steps: int) -> None:
+        self.config = config
+        self.parts = parts
+        self.total_steps = total_steps
+        self.done = 0
+        self.skipped_in_a_row = 0
+        self.best_validation = -math.inf
+        self.sampling = sampling_from_config(config.rollout.sampling, parts.eos_ids)
+        self.estimator = estimator(config.algorithm.advantage.name)
+        self.timing = Timing()
+
+    def fit(self) -> None:
+        """Train from the current state to the last step."""
+        trainer = self.config.trainer
+        self.parts.rollout.load_weights(self.parts.models.group.export("export_weights"))
+        if self.done == 0 and trainer.validate_at_start:
+            self.validate(0, {})
+            self.parts.ledger.commit(0)
+        while self.done < self.total_steps:
+            step = self.done + 1
+            self.timing = Timing()
+            with self.timing("step"):
+                metrics = self.step(step)
+            if trainer.validate_every and (step % trainer.validate_every == 0 or step == self.total_steps):
+                self.validate(step, metrics)
+            # Ledger and metrics first: a kill during the save then costs a repeat of the step, never its record.
+            self.parts.ledger.commit(step)
+            self.parts.record.metrics(step, {**metrics, **self.timing.metrics(metrics)})
+            self.done = step
+            last = step == self.total_steps and trainer.checkpoint_at_end
+            if last or (trainer.checkpoint_every and step % trainer.checkpoint_every == 0):
+                self.save()
+
+    def step(self, step: int) -> dict[str, float]:
+        """One PPO step; returns its metrics."""
+        prompts = self.parts.sampler.next_batch()
+        with self.timing("gen"):
+            episodes = self.generate(prompts, step)
+        with self.timing("reward"):
+            scores, reward_metrics = self.parts.reward.score(episodes)
+        experience = Experience.from_episodes(episodes, scores, self.parts.pad_id)
+        self.record_experience(step, experience, scores)
+        experience, entropy = self.add_logprobs(experience, step)
+        experience = self.add_values(experience, step)
+        with self.timing("adv"):
+            experience, advantage_metrics = self.add_advantages(experience)
+        with self.timing("update_critic"):
+            critic = self.update("critic", experience, step, value_loss_from_config(self.config.algorithm))
+        with self.timing("update_actor"):
+            actor = self.update("actor", experience, step, policy_loss_from_config(self.config.algorithm, self.loss_kl_coef))
+        self.parts.models.end_step()
+        with self.timing("sync_weights"):
+            self.parts.rollout.load_weights(self.parts.models.group.export("export_weights"))
+        with self.timing("ledger"):
+            self.record_weights()
+        metrics = batch_metrics(experience, self.config.rollout.sampling.max_new_tokens)
+        return {**metrics, **entropy, **reward_metrics, **advantage_metrics, **critic, **actor}
+
+    def generate(self, prompts: Sequence[Prompt], step: int) -> list[Episode]:
+        """Sample the step's episodes with the weights of the step before."""
+        sampling = self.config.rollout.sampling
+        return self.parts.rollout.generate(
+            prompts, self.sampling, n=sampling.n, split="train", step=step, shared_seed=sampling.seed
+        )
+
+    def add_logprobs(self, experience: Experience, step: int) -> tuple[Experience, dict[str, float]]:
+        """The actor's log-probabilities before any update, and the reference's."""
+        width = experience.tokens.input_ids.shape[1]
+        with self.timing("old_log_prob"):
+            plan = self.plan("actor", experience, step)
+            logprobs, entropy = self.parts.models.logprobs("actor", plan.cut(experience.tokens))
+            experience = experience.with_tokens(old_logprobs=plan.paste(logprobs, width))
+            self.parts.ledger.add("old_logprobs", experience.tokens.old_logprobs)
+        mean_entropy = plan.paste(entropy, width).double().sum() / max(int(experience.tokens.mask.sum()), 1)
+        if "ref" in self.parts.roles:
+            with self.timing("ref"):
+                plan = self.plan("ref", experience, step)
+                logprobs, _ = self.parts.models.logprobs("ref", plan.cut(experience.tokens))
+                experience = experience.with_tokens(ref_logprobs=plan.paste(logprobs, width))
+                self.parts.ledger.add("ref_logprobs", experience.tokens.ref_logprobs)
+        return experience, {"actor/entropy": float(mean_entropy)}
+
+    def add_values(self, experience: Experience, step: int) -> Experience:
+        """The critic's values before any update."""
+        if "critic" not in self.parts.roles:
+            return experience
+        with self.timing("values"):
+            plan = self.plan("critic", experience, step)
+            values = plan.paste(self.parts.models.values(plan.cut(experience.tokens)), experience.tokens.input_ids.shape[1])
+            self.parts.ledger.add("values", values)
+        return experience.with_tokens(old_values=values)
+
+    def add_advantages(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
+        """Token rewards (score at the end, KL penalty along the way), then advantages and returns."""
+        algorithm, tokens = self.config.algorithm, experience.tokens
+        metrics: dict[str, float] = {}
+        scores = shape_scores(experience, algorithm, self.config.rollout.sampling.max_new_tokens)
+        kl, coef = torch.zeros_like(tokens.rollout_logprobs), 0.0
+        if tokens.ref_logprobs is not None:
+            kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.mask, algorithm.kl.estimator)
+            coef = self.parts.kl.coef if algorithm.kl.placement == "reward" else 0.0
+            per_sequence = float(kl.double().sum() / max(len(experience), 1))
+            metrics |= {"kl/sequence_mean": per_sequence, "kl/coef": self.parts.kl.coef}
+            self.parts.ledger.add("kl_coef", [self.parts.kl.coef])
+            self.parts.kl.update(per_sequence, len(experience))
+        rewards = penalised_rewards(scores, kl, tokens.mask, coef)
+        outputs = compute_advantages(AdvantageInputs.of(experience, rewards, scores), algorithm.advantage)
+        experience = experience.with_tokens(advantages=outputs.advantages, returns=outputs.returns)
+        self.parts.ledger.add("token_rewards", rewards)
+        self.parts.ledger.add("advantages", outputs.advantages)
+        self.parts.ledger.add("returns", outputs.returns)
+        return experience, metrics
+
+    def update(self, role: str, experience: Experience, step: int, loss: Callable[..., Any]) -> dict[str, float]:
+        """`ppo_epochs` passes of shuffled mini-batches over the step's leaves."""
+        if role not in self.parts.roles or (role == "actor" and step <= self.config.critic.warmup_steps):
+            return {}
+        settings = getattr(self.config, role)
+        plan = self.plan(role, experience, step)
+        leaves = plan.cut(experience.tokens)
+        results: list[MiniBatchResult] = []
+        for epoch in range(settings.ppo_epochs):
+            per_batch = settings.mini_batch_size // settings.fsdp.leaf_size
+            batches = plan.epoch(per_batch, self.config.seed, role, step, epoch)
+            results += self.parts.models.update(role, leaves, batches, loss)
+        for i, result in enumerate(results):
+            self.parts.ledger.add(f"{role}_update/{i}/loss", [result.loss])
+            self.parts.ledger.add(f"{role}_update/{i}/grad_norm", [result.grad_norm])
+        self.count_skipped(role, step, results)
+        return {
+            **mean_metrics([result.metrics for result in results]),
+            f"{role}/grad_norm": sum(result.grad_norm for result in results) / len(results),
+            f"{role}/lr": results[-1].lr,
+            f"{role}/skipped_updates": float(sum(result.skipped for result in results)),
+        }
+
+    def plan(self, role: str, experience: Experience, step: int) -> LeafPlan:
+        """How the step's rows are cut into the leaves of a role; all roles share one row order."""
+        return LeafPlan.draw(len(experience), getattr(self.config, role).fsdp.leaf_size, self.config.seed, step)
+
+    @property
+    def loss_kl_coef(self) -> float:
+        """Coefficient of the KL term in the policy loss."""
+        return self.parts.kl.coef if self.config.algorithm.kl.placement == "loss" else 0.0
+
+    def count_skipped(self, role: str, step: int, results: Sequence[MiniBatchResult]) -> None:
+        """Stop a run whose updates keep being skipped.
+
+        Raises:
+            NonFiniteError: `trainer.max_nonfinite_updates` updates in a row were not finite.
+        """
+        limit = self.config.trainer.max_nonfinite_updates
+        for result in results:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+            if result.skipped:
+                logger.warning("step %d: %s update skipped (loss %s, gradient norm %s)", step, role, result.loss, result.grad_norm)
+            if self.skipped_in_a_row >= max(limit, 1):
+                raise NonFiniteError(
+                    f"step {step}: {self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite "
+                    f"(last: {role}, loss {result.loss}, gradient norm {result.grad_norm}). The step's episodes are in "
+                    f"episodes/step_{step:06d}.jsonl; lower {role}.optim.lr or raise trainer.max_nonfinite_updates."
+                )
+
+    def validate(self, step: int, metrics: dict[str, float]) -> None:
+        """Score held-out prompts and add the result to the step's metrics (or log it alone before the first step)."""
+        with self.timing("validate"):
+            result = self.parts.validation.run(step)
+        for phase, value in result.digests.items():
+            self.parts.ledger.add_digest(phase, value)
+        self.best_validation = max(self.best_validation, result.metrics.get("val/score/mean", -math.inf))
+        metrics.update(result.metrics)
+        metrics["val/score/best"] = self.best_validation
+        self.parts.record.validation(step, result)
+        if step == 0:
+            self.parts.record.metrics(0, metrics)
+
+    def record_experience(self, step: int, experience: Experience, scores: Sequence[Score]) -> None:
+        """Ledger entries of what the engines gave, and the episodes file."""
+        ledger, episodes = self.parts.ledger, experience.episodes
+        ledger.rows([(e.prompt.id, e.key.task, e.key.sample) for e in episodes])
+        ledger.add("prompts", [[e.prompt.id, list(e.prompt.token_ids)] for e in episodes])
+        ledger.add("request_seeds", [e.seed for e in episodes])
+        ledger.add("token_ids", experience.tokens.input_ids)
+        ledger.add("finish_reasons", [e.finish_reason for e in episodes])
+        ledger.add("rollout_logprobs", experience.tokens.rollout_logprobs)
+        for source in sorted({name for score in scores for name in score.by_source}):
+            ledger.add(f"rewards/{source}", [score.by_source.get(source) for score in scores])
+        ledger.add("rewards/total", experience.scores)
+        self.parts.record.episodes(step, episodes, scores)
+
+    def record_weights(self) -> None:
+        """Ledger entries of what the updates made."""
+        for phase, digest in self.parts.models.digests().items():
+            self.parts.ledger.add_digest(phase, digest)
+
+    def save(self) -> None:
+        """Write a checkpoint of everything that the next step depends on."""
+        group = self.parts.models.group
+        write_checkpoint(
+            self.parts.store, self.done, self.state_dict(), lambda path: _save_workers(group, path), self.parts.on_main
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loop's own state; weights and optimizers are the workers'."""
+        return {
+            "step": self.done,
+            "sampler": self.parts.sampler.state_dict(),
+            "kl": self.parts.kl.state_dict(),
+            "reward": self.parts.reward.state_dict(),
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "best_validation": self.best_validation,
+            "tracker_run_id": self.parts.record.tracker_run_id,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the checkpoint's step."""
+        self.done = state["step"]
+        self.parts.sampler.load_state_dict(state["sampler"])
+        self.parts.kl.load_state_dict(state["kl"])
+        self.parts.reward.load_state_dict(state["reward"])
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.best_validation = state["best_validation"]
+
+
+def _save_workers(group: Any, path: Any) -> None:
+    group.run("save", path=str(path))

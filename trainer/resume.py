@@ -1,0 +1,75 @@
+"""What a resumed run may change, and what it may not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+# Keys that never decide what is learned: where things run, how long, what is written. Under full determinism the
+# topology among them does not move a bit (levels D2 to D5); without it, it moves rounding only.
+FREE = (
+    "run",
+    "tracking",
+    "launcher",
+    "ledger",
+    "trainer",
+    "determinism.engine_check",
+    "rollout.replicas",
+    "rollout.max_num_seqs",
+    "rollout.max_num_batched_tokens",
+    "rollout.kv_cache_mib",
+    "rollout.gpu_memory_utilization",
+    "rollout.enable_prefix_caching",
+    "rollout.start_timeout_s",
+    "reward.model.replicas",
+    "reward.model.kv_cache_mib",
+    "reward.model.gpu_memory_utilization",
+    "reward.model.start_timeout_s",
+    "reward.function_workers",
+    "reward.audit_rows",
+)
+
+
+class ResumeError(ValueError):
+    """The resumed run is another experiment."""
+
+
+def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], allow: Sequence[str], where: str) -> None:
+    """Refuse a resume whose model, data or algorithm settings differ.
+
+    Args:
+        old, new: resolved configs as nested dicts.
+        allow: further dotted keys (or groups) that may differ.
+        where: the run directory, for the message.
+
+    Raises:
+        ResumeError: names every differing key with both values.
+    """
+    free = (*FREE, *allow)
+    before, after = dict(flatten(old)), dict(flatten(new))
+    differing = [
+        key
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not any(key == f or key.startswith(f + ".") for f in free)
+    ]
+    if differing:
+        lines = [f"  {key}: {before.get(key)!r} in the run, {after.get(key)!r} now" for key in differing]
+        raise ResumeError(
+            f"{where} was started with other settings, so continuing it would mix two experiments:\n"
+            + "\n".join(lines)
+            + "\nSet them back, choose another run.dir, or allow them: "
+            + f"'run.resume_allow=[{','.join(differing)}]'"
+        )
+
+
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested dicts and lists under dotted keys (`data.train.0.path`)."""
+    if isinstance(tree, Mapping) and tree:
+        items: Any = tree.items()
+    elif isinstance(tree, (list, tuple)) and tree:
+        items = enumerate(tree)
+    else:
+        yield prefix, tree
+        return
+    for key, value in items:
+        yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))

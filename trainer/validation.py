@@ -1,0 +1,81 @@
+"""Validation on held-out prompts: a greedy pass, and a sampled one when it is set. Seeded as training is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from configs.schema import RolloutConfig, SamplingConfig
+from determinism.digest import digest_value
+from reward.manager import RewardManager
+from rollout.engine import sampling_from_config
+from rollout.episodes import Rollout
+from rollout.types import Episode, Prompt, Score
+from trainer.metrics import mean_of
+
+
+@dataclass
+class ValidationResult:
+    """One validation."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`val/score/mean`, `val/<source of prompts>/<reward source>/mean`, ...; the sampled pass under `val_sampled/`."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Ledger phases `validation/...`."""
+    episodes: list[Episode] = field(default_factory=list)
+    """All passes' episodes, in canonical order within a pass."""
+    scores: list[Score] = field(default_factory=list)
+    """A score an episode."""
+
+
+class Validation:
+    """Scores the held-out prompts with the current weights.
+
+    Args:
+        prompts: the held-out prompts, in fixed order.
+    """
+
+    def __init__(
+        self, rollout: Rollout, reward: RewardManager, config: RolloutConfig, prompts: Sequence[Prompt], eos_ids: Sequence[int]
+    ) -> None:
+        self.rollout = rollout
+        self.reward = reward
+        self.prompts = prompts
+        self.eos_ids = tuple(eos_ids)
+        self.passes: dict[str, SamplingConfig] = {"validation": config.validation}
+        if config.validation_sampled is not None:
+            self.passes["validation_sampled"] = config.validation_sampled
+
+    def run(self, step: int) -> ValidationResult:
+        """Validate; without held-out prompts the result is empty."""
+        result = ValidationResult()
+        if not self.prompts:
+            return result
+        for split, settings in self.passes.items():
+            sampling = sampling_from_config(settings, self.eos_ids)
+            episodes = self.rollout.generate(
+                self.prompts, sampling, n=settings.n, split=split, step=step, shared_seed=settings.seed
+            )
+            scores = self.reward.evaluate(episodes)
+            result.episodes += episodes
+            result.scores += scores
+            result.metrics |= pass_metrics(split.replace("validation", "val"), episodes, scores)
+            result.digests[f"{split}/token_ids"] = digest_value([list(e.response_ids) for e in episodes])
+            result.digests[f"{split}/rollout_logprobs"] = digest_value([list(e.logprobs) for e in episodes])
+            result.digests[f"{split}/rewards"] = digest_value([[s.total, dict(s.by_source)] for s in scores])
+        return result
+
+
+def pass_metrics(prefix: str, episodes: Sequence[Episode], scores: Sequence[Score]) -> dict[str, float]:
+    """Means of one pass: all scores, each reward source, each source of prompts, and response lengths."""
+    kept = [(e, s) for e, s in zip(episodes, scores, strict=True) if not s.dropped]
+    metrics = {
+        f"{prefix}/score/mean": mean_of([s.total for _, s in kept]),
+        f"{prefix}/response_length/mean": mean_of([float(len(e.response_ids)) for e in episodes]),
+        f"{prefix}/response_length/clip_ratio": mean_of([float(e.truncated) for e in episodes]),
+    }
+    for source in sorted({name for _, s in kept for name in s.by_source}):
+        metrics[f"{prefix}/reward/{source}/mean"] = mean_of([s.by_source[source] for _, s in kept if source in s.by_source])
+    for name in sorted({e.prompt.source for e, _ in kept}):
+        metrics[f"{prefix}/{name}/score/mean"] = mean_of([s.total for e, s in kept if e.prompt.source == name])
+    return metrics
