@@ -184,7 +184,11 @@ class DataSourceConfig:
     prompt_key: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     answer_key: str | None = "answer"
-    """Column with the reference answer for verifiers; null when there is none."""
+    """Column with the reference answer for verifiers (dots reach into nested columns); null when there is none. Rows with a `reward_model.ground_truth` and no such column take that."""
+    streaming: bool = False
+    """Read a dataset as it goes by instead of loading it: for sources larger than memory. The order is shuffled within windows; needs `trainer.total_steps`."""
+    window: int = 4096
+    """Streaming: rows read at a time and shuffled among themselves. Part of what decides the order."""
 
 
 @dataclass
@@ -326,13 +330,15 @@ class RewardFunctionConfig:
     name: str = MISSING_PATH
     """Label in metrics; unique among the sources (`model` is the reward model's)."""
     function: str = "exact_match"
-    """`exact_match`, `math_verify`, `reasoning_gym`, or `package.module:function` / `path/to/file.py:function`."""
+    """`exact_match`, `math_verify`, `reasoning_gym`, `http`, or `package.module:function` / `path/to/file.py:function`."""
     weight: float = 1.0
     """Factor in the sum of rewards; 0 logs the score without training on it."""
     params: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of every call."""
     timeout_s: float = 10.0
     """Time limit of one call; the process that overruns it is killed and replaced."""
+    concurrency: int = 16
+    """Calls of an `async` function in flight at once in one process; other functions run one at a time."""
 
 
 @dataclass
@@ -353,6 +359,8 @@ class RewardConfig:
     """The reward of a penalised sample."""
     audit_rows: int = 0
     """Call each function twice on this many rows of each step; a difference is an error under full determinism, else a warning."""
+    normalise: bool = False
+    """Train on (reward - running mean) / running standard deviation over all rewards seen so far; saved and resumed."""
 
 
 @dataclass
