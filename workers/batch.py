@@ -93,3 +93,29 @@ class ValueOutputs:
 
     values: Tensor
     """[N, T] float32 with gradient; 0 outside the mask."""
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One rank's part of one optimizer step."""
+
+    leaves: list[TokenBatch]
+    """This rank's leaves in slot order: global leaf `slot * ranks + rank`."""
+    totals: LossTotals
+    """Counts of the whole mini-batch, over all ranks."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one optimizer step did, as one rank saw it."""
+
+    losses: list[float]
+    """Per slot: the leaf's share of the mini-batch's loss."""
+    metrics: list[dict[str, float]]
+    """Per slot: the leaf's shares of the metrics. Left per leaf, so that their sum can be taken in leaf order."""
+    grad_norm: float
+    """Global L2 norm before clipping; the same on every rank. May be non-finite when skipped."""
+    lr: float
+    """Learning rate used."""
+    skipped: bool
+    """True when a loss or the norm was not finite on any rank: weights and optimizer state were left alone."""
