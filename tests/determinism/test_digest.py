@@ -1,0 +1,249 @@
+"""A digest is equal exactly when the bits are, and a weight digest does not see how the weights are cut."""
+
+import json
+import math
+import struct
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import on_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from determinism import digest
+from determinism.digest import combine, digest_tensor, digest_value, module_digest, shard_digest, tensor_digests
+from determinism.seeds import torch_generator
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch_generator(seed))
+
+
+def state(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    """What a digest meets: odd shapes, mixed dtypes, an optimizer's scalar, an empty tensor."""
+    return [
+        ("weight", draw(7, 5, seed=seed)),
+        ("bias", draw(3, seed=seed + 1).bfloat16()),
+        ("head", draw(1, 9, seed=seed + 2)),
+        ("counts", torch.arange(11) - 5),
+        ("exact", draw(6, 2, 3, seed=seed + 3).double()),
+        ("step", torch.tensor(4.0)),
+        ("nothing", torch.zeros(0, 4)),
+    ]
+
+
+def flip_bit(tensor: torch.Tensor, index: int, bit: int) -> torch.Tensor:
+    flipped = tensor.clone()
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    width = 8 * tensor.element_size()
+    mask = -(1 << bit) if bit == width - 1 else 1 << bit
+    flipped.view(integer).view(-1)[index] ^= mask
+    return flipped
+
+
+def test_digest_tensor_sees_content_dtype_and_shape():
+    value = draw(4, 6)
+    base = digest_tensor(value)
+    assert len(base) == 32
+    assert digest_tensor(value.clone()) == base
+    assert digest_tensor(value.t().contiguous().t()) == base  # strides are not content
+    assert digest_tensor(value.view(6, 4)) != base
+    assert digest_tensor(value.view(torch.int32)) != base
+    assert digest_tensor(flip_bit(value, 23, 0)) != base
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.float64, torch.uint8])
+def test_digest_tensor_takes_every_dtype_scalars_and_nothing(dtype):
+    digests = {digest_tensor(torch.ones(shape).to(dtype)) for shape in [(), (1,), (0,), (0, 3), (2, 1)]}
+    assert len(digests) == 5
+
+
+def test_digests_are_of_bits():
+    assert digest_tensor(torch.tensor(0.0)) != digest_tensor(torch.tensor(-0.0))
+    assert digest_value(0.0) != digest_value(-0.0)
+    assert digest_value(math.nan) == digest_value(math.nan)
+    assert digest_value(0.1 + 0.2) != digest_value(0.3)
+
+
+def test_digests_are_frozen():
+    """A change here makes old ledgers incomparable: raise DIGEST_VERSION."""
+    assert digest_tensor(torch.arange(6).reshape(2, 3)) == "fa6bb3426ebb48c396cd84e9e8f0c14e"
+    assert digest_value({"a": [1, 2.5, None, True, "x"], "b": {}}) == "a83549415cf612410465bf4d3e0456e3"
+    assert (
+        module_digest([("w", torch.arange(6.0).reshape(2, 3)), ("step", torch.tensor(3.0))])
+        == "9148b4421f02945783a4e7e774d6f96e"
+    )
+
+
+def test_digest_value_tells_like_values_apart():
+    values = [
+        None,
+        True,
+        False,
+        1,
+        0,
+        1.0,
+        "1",
+        b"1",
+        [],
+        {},
+        "",
+        b"",
+        [1],
+        [1.0],
+        [True],
+        [[1]],
+        [1, 1],
+        [[1], 1],
+        [1, [1]],
+    ]
+    values += [
+        ["ab", "c"],
+        ["a", "bc"],
+        ["abc"],
+        {"a": 1},
+        {"a": 1.0},
+        {1: "a"},
+        {"1": "a"},
+        ["a", 1],
+        2**70,
+        -(2**70),
+        [2**70],
+    ]
+    digests = [digest_value(value) for value in values]
+    assert len(set(digests)) == len(values)
+
+
+def test_digest_value_ignores_dict_order_and_the_kind_of_sequence():
+    assert digest_value({"a": 1, "b": [2, 3]}) == digest_value({"b": (2, 3), "a": 1})
+    value = {"ids": [[1, 2], []], "logprobs": [[-0.1, -1e-300]], "reason": "stop", "none": None}
+    assert digest_value(json.loads(json.dumps(value))) == digest_value(value)
+
+
+def test_digest_value_takes_tensors_as_leaves():
+    assert digest_value([torch.ones(2), 1]) == digest_value([torch.ones(2), 1])
+    assert digest_value([torch.ones(2), 1]) != digest_value([torch.ones(2).double(), 1])
+
+
+def test_digest_value_names_what_it_cannot_take():
+    with pytest.raises(TypeError, match=r"value\['a'\]\[1\] is a set"):
+        digest_value({"a": [1, {2}]})
+    with pytest.raises(TypeError, match=r"a key of value is 1.5"):
+        digest_value({1.5: 1})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.bool, torch.uint8])
+def test_shard_lanes_add_up_whatever_the_cut(dtype, monkeypatch):
+    rows, width = 13, 7
+    value = (draw(rows, width) * 3).to(dtype)
+    whole = shard_digest("w", value, 0)
+    for cuts in ([0, 13], [0, 7, 13], [0, 4, 8, 12, 13], [0, 13, 13], list(range(14))):
+        pieces = [shard_digest("w", value[a:b], a * width) for a, b in pairwise(cuts)]
+        assert torch.equal(torch.stack(pieces).sum(0), whole)
+    monkeypatch.setattr(digest, "_CHUNK", 5)
+    assert torch.equal(shard_digest("w", value, 0), whole)
+
+
+def test_a_long_tensor_is_walked_in_chunks_with_the_same_answer():
+    value = draw(100_003)
+    cut = 40_001
+    assert torch.equal(
+        shard_digest("w", value, 0), shard_digest("w", value[:cut], 0) + shard_digest("w", value[cut:], cut)
+    )
+
+
+def test_shard_digest_equals_its_definition_in_plain_integers():
+    """The tensor code against exact Python integers: no overflow, sign or shift is lost on the way."""
+    value = draw(5)
+    mask = (1 << 64) - 1
+    key = int.from_bytes(digest.hashlib.blake2b(b"w", digest_size=8, person=b"exactrl1/shard").digest(), "little")
+    lanes = [0, 0]
+    for index, word in enumerate(struct.unpack("<5i", value.numpy().tobytes())):
+        x = ((key + (100 + index) * digest._INDEX_STEP) ^ word) & mask
+        for lane, factor in enumerate([digest._MUL_FIRST, digest._MUL_SECOND]):
+            x = x * factor & mask
+            x ^= x >> 32
+            lanes[lane] = (lanes[lane] + x) & mask
+    assert [lane & mask for lane in shard_digest("w", value, 100).tolist()] == lanes
+
+
+def test_both_lanes_see_every_single_bit():
+    for value in (draw(3), draw(3).bfloat16(), draw(3).double(), torch.arange(3)):
+        base = shard_digest("w", value, 0)
+        for bit in range(8 * value.element_size()):
+            assert bool((shard_digest("w", flip_bit(value, 1, bit), 0) != base).all()), (value.dtype, bit)
+
+
+def test_changes_that_a_plain_sum_would_miss_are_seen():
+    value = draw(8, 16)
+    base = module_digest([("w", value)])
+    swapped = value.clone()
+    swapped[[0, 1]] = value[[1, 0]]
+    negated = -value
+    two_signs = flip_bit(flip_bit(value.double(), 3, 63), 90, 63)
+    moved = value.roll(1)
+    assert module_digest([("w", value.double())]) != module_digest([("w", two_signs)])
+    assert len({base, *(module_digest([("w", other)]) for other in (swapped, negated, moved, value.view(16, 8)))}) == 5
+
+
+def test_names_matter_and_their_order_does_not():
+    tensors = state()
+    assert module_digest(tensors) == module_digest(tensors[::-1])
+    (a, first), (b, second) = ("a", draw(4, seed=1)), ("b", draw(4, seed=2))
+    assert module_digest([(a, first), (b, second)]) != module_digest([(b, first), (a, second)])
+    with pytest.raises(ValueError, match="two tensors are named 'a'"):
+        module_digest([(a, first), (a, second)])
+
+
+def test_tensor_digests_name_the_tensor_that_differs():
+    tensors = dict(state())
+    changed = {**tensors, "head": flip_bit(tensors["head"], 4, 0)}
+    before, after = tensor_digests(tensors.items()), tensor_digests(changed.items())
+    assert [name for name in before if before[name] != after[name]] == ["head"]
+    assert module_digest(tensors.items()) != module_digest(changed.items())
+
+
+def test_combine_gives_the_module_digest_of_summed_lanes():
+    tensors = state()
+    entries = [(name, tensor.dtype, tensor.shape, shard_digest(name, tensor, 0)) for name, tensor in tensors]
+    assert combine(entries) == module_digest(tensors)
+    with pytest.raises(ValueError, match="two tensors are named 'weight'"):
+        combine([entries[0], entries[0]])
+
+
+def test_gradients_and_parameters_are_not_disturbed():
+    weight = torch.nn.Parameter(draw(3, 3))
+    before = weight.detach().clone()
+    assert module_digest([("w", weight)]) == module_digest([("w", before)])
+    assert torch.equal(weight.detach(), before)
+
+
+def check_on_ranks(expected: str, changed: str, by_name: dict[str, str]) -> None:
+    """Runs on each of four ranks: shards over 4 and over 2 ranks, a replica, and a 2 x 2 mesh give the plain answer."""
+    everyone = DeviceMesh("cpu", list(range(4)))
+    pair = DeviceMesh("cpu", [0, 1])
+    square = DeviceMesh("cpu", [[0, 1], [2, 3]])
+
+    def shard(mesh, placements, seed=0):
+        for name, tensor in state(seed):
+            yield name, tensor if tensor.dim() == 0 else distribute_tensor(tensor, mesh, placements)
+
+    assert module_digest(shard(everyone, [Shard(0)])) == expected
+    assert module_digest(shard(everyone, [Shard(0)], seed=9)) == changed
+    assert tensor_digests(shard(everyone, [Shard(0)])) == by_name
+    assert module_digest(shard(everyone, [Replicate()])) == expected
+    assert module_digest(shard(square, [Replicate(), Shard(0)])) == expected
+    if dist.get_rank() < 2:
+        assert module_digest(shard(pair, [Shard(0)]), group=pair.get_group()) == expected
+    with pytest.raises(ValueError, match=r"weight: placements .*Shard"):
+        module_digest([("weight", distribute_tensor(draw(4, 4), everyone, [Shard(1)]))])
+    with pytest.raises(TypeError, match="DTensor"):
+        digest_tensor(distribute_tensor(draw(4), everyone, [Shard(0)]))
+
+
+def test_shards_on_two_and_four_ranks_give_the_digest_of_the_whole():
+    expected, changed = module_digest(state()), module_digest(state(seed=9))
+    assert expected != changed
+    on_ranks(4, check_on_ranks, expected, changed, tensor_digests(state()))
