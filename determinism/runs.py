@@ -1,0 +1,113 @@
+"""Reads what runs left behind, for comparing: run directories, W&B offline directories, W&B runs online.
+
+A run directory has everything (manifest, ledger, metrics, maybe raw values); W&B runs have metrics only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from determinism.ledger import StepRecord, read_ledger
+
+# Wall time and what is derived from it differ between equal runs; they are never compared.
+UNCOMPARED_PREFIXES = ("timing_s/", "perf/", "_")
+
+
+class NotComparableError(ValueError):
+    """A run can't be read, or two runs have nothing in common; exit code 2."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as the comparison sees it."""
+
+    name: str
+    """As given on the command line."""
+    path: Path | None
+    """Run directory; None for a run read from W&B."""
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    """The manifest's compared part."""
+    ledger: tuple[StepRecord, ...] = ()
+    """Digests by step; empty for W&B runs."""
+    metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Metrics by step, without wall times."""
+
+
+def load_run(source: str) -> Run:
+    """Read a run from a directory or, as `entity/project/id`, from W&B.
+
+    Raises:
+        NotComparableError: nothing readable is there; says what was looked for.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if (path / "ledger.jsonl").exists() or (path / "metrics.jsonl").exists():
+            return _from_directory(source, path)
+        logs = sorted(path.glob("*.wandb"))
+        if logs:
+            return Run(source, None, metrics=_metrics_of(_offline_rows(logs[0])))
+        raise NotComparableError(f"{source}: neither ledger.jsonl nor metrics.jsonl nor a .wandb file is in this directory")
+    if source.count("/") == 2 and not source.startswith((".", "/")):
+        return Run(source, None, metrics=_metrics_of(_online_rows(source)))
+    raise NotComparableError(f"{source}: no such directory (a W&B run is written entity/project/id)")
+
+
+def _from_directory(source: str, path: Path) -> Run:
+    manifest: dict[str, Any] = {}
+    if (path / "manifest.json").exists():
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        manifest.pop("informative", None)
+    rows = []
+    if (path / "metrics.jsonl").exists():
+        for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue  # torn by a kill while it was written
+    return Run(source, path, manifest, tuple(read_ledger(path)), _metrics_of(iter(rows)))
+
+
+def _metrics_of(rows: Iterator[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for row in rows:
+        step = row.get("step", row.get("_step"))
+        if step is None:
+            continue
+        values = {
+            name: value
+            for name, value in row.items()
+            if isinstance(value, (int, float)) and name != "step" and not name.startswith(UNCOMPARED_PREFIXES)
+        }
+        found.setdefault(int(step), {}).update(values)
+    return found
+
+
+def _offline_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """History rows of a W&B offline log."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    store = DataStore()
+    store.open_for_scan(str(path))
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            row: dict[str, Any] = {"_step": record.history.step.num}
+            for item in record.history.item:
+                row["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+            yield row
+
+
+def _online_rows(source: str) -> Iterator[dict[str, Any]]:
+    """History rows of a run on a W&B server."""
+    import wandb
+
+    try:
+        yield from wandb.Api().run(source).scan_history()
+    except Exception as error:
+        raise NotComparableError(f"{source}: W&B could not be read: {error}") from error
