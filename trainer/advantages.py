@@ -22,6 +22,7 @@ from torch import Tensor
 
 from configs.schema import AdvantageConfig
 from trainer.aggregate import exact_sum, row_sums, whiten
+from trainer.experience import Experience
 from trainer.registry import Registry
 
 GRPO_STD_EPS = 1e-6
@@ -203,6 +204,28 @@ class AdvantageInputs:
     bootstrap: Tensor | None = None
     """[N] float; value after the last token of responses that were cut off, 0 elsewhere."""
 
+    @classmethod
+    def of(
+        cls,
+        experience: Experience,
+        token_rewards: Tensor,
+        scores: Tensor,
+        greedy_scores: Tensor | None = None,
+        bootstrap: Tensor | None = None,
+    ) -> AdvantageInputs:
+        """From a step's experience, with the (shaped) scores [N] and token rewards [N, T] made of them."""
+        tokens = experience.tokens
+        return cls(
+            token_rewards=token_rewards,
+            scores=scores,
+            mask=tokens.mask,
+            group=experience.group,
+            keep=experience.keep,
+            values=tokens.old_values,
+            greedy_scores=greedy_scores,
+            bootstrap=bootstrap,
+        )
+
     def outcomes(self) -> Tensor:
         """[N]: sum of each response's token rewards, so that a KL penalty in the reward reaches outcome estimators too.
 
@@ -222,46 +245,27 @@ class AdvantageOutputs:
     """[N, T]; the value targets of GAE; for estimators without a critic the return before any baseline."""
 
 
-@dataclass(frozen=True)
-class AdvantageSettings:
-    """Numbers and switches of all estimators (`algorithm.advantage` of the configuration)."""
-
-    gamma: float = 1.0
-    """Discount per trained token."""
-    lam: float = 0.95
-    """GAE's lambda."""
-    whiten: str = "none"
-    """`none`, `full` or `scale`; applied to the estimator's result over all trained tokens of the batch."""
-    group_std: bool = True
-    """GRPO: divide by the group's standard deviation."""
-
-    @classmethod
-    def from_config(cls, config: AdvantageConfig) -> AdvantageSettings:
-        """The same settings from the configuration."""
-        return cls(config.gamma, config.lam, config.whiten, config.group_std)
-
-
-EstimatorFunction = Callable[[AdvantageInputs, AdvantageSettings], AdvantageOutputs]
+EstimatorFunction = Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutputs]
 F = TypeVar("F", bound=Callable)
 
 
-def estimator(
-    *, needs_critic: bool = False, needs_groups: bool = False, needs_greedy: bool = False, whitens: bool = False
+def needs(
+    *, critic: bool = False, groups: bool = False, greedy: bool = False, whitens: bool = False
 ) -> Callable[[F], F]:
     """Mark an estimator with what it needs; the loop builds and generates only that.
 
     Args:
-        needs_critic: `inputs.values` must be there.
-        needs_groups: several samples per prompt.
-        needs_greedy: `inputs.greedy_scores` must be there.
+        critic: `inputs.values` must be there.
+        groups: several samples per prompt.
+        greedy: `inputs.greedy_scores` must be there.
         whitens: the result is whitened by definition, so `algorithm.advantage.whiten` has nothing to add.
     """
 
     def mark(function: F) -> F:
         for name, value in (
-            ("needs_critic", needs_critic),
-            ("needs_groups", needs_groups),
-            ("needs_greedy", needs_greedy),
+            ("needs_critic", critic),
+            ("needs_groups", groups),
+            ("needs_greedy", greedy),
             ("whitens", whitens),
         ):
             setattr(function, name, value)
@@ -288,43 +292,43 @@ class Estimator:
     """Whitened by definition."""
 
 
-@estimator(needs_critic=True)
-def _gae(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantageOutputs:
+@needs(critic=True)
+def _gae(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     assert inputs.values is not None
     alive = _alive(inputs.mask, inputs.keep)
     rewards, values = inputs.token_rewards, inputs.values
     return AdvantageOutputs(*gae(rewards, values, alive, settings.gamma, settings.lam, inputs.bootstrap))
 
 
-@estimator(needs_groups=True)
-def _grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantageOutputs:
+@needs(groups=True)
+def _grpo(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     outcomes = inputs.outcomes()
     advantages = grpo(outcomes, inputs.group, inputs.mask, settings.group_std, inputs.keep)
     return AdvantageOutputs(advantages, _returns(outcomes, inputs))
 
 
-@estimator(needs_groups=True)
-def _rloo(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantageOutputs:
+@needs(groups=True)
+def _rloo(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     outcomes = inputs.outcomes()
     return AdvantageOutputs(rloo(outcomes, inputs.group, inputs.mask, inputs.keep), _returns(outcomes, inputs))
 
 
-@estimator(whitens=True)
-def _reinforce_plus_plus(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantageOutputs:
+@needs(whitens=True)
+def _reinforce_plus_plus(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     advantages = reinforce_plus_plus(inputs.token_rewards, inputs.mask, settings.gamma, inputs.keep)
     alive = _alive(inputs.mask, inputs.keep)
     return AdvantageOutputs(advantages, reward_to_go(inputs.token_rewards, alive, settings.gamma))
 
 
-@estimator(needs_groups=True, whitens=True)
-def _reinforce_plus_plus_baseline(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantageOutputs:
+@needs(groups=True, whitens=True)
+def _reinforce_plus_plus_baseline(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     outcomes = inputs.outcomes()
     advantages = reinforce_plus_plus_baseline(outcomes, inputs.group, inputs.mask, inputs.keep)
     return AdvantageOutputs(advantages, _returns(outcomes, inputs))
 
 
-@estimator(needs_greedy=True)
-def _remax(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantageOutputs:
+@needs(greedy=True)
+def _remax(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     assert inputs.greedy_scores is not None
     outcomes = inputs.outcomes()
     return AdvantageOutputs(remax(outcomes, inputs.greedy_scores, inputs.mask, inputs.keep), _returns(outcomes, inputs))
@@ -344,7 +348,7 @@ ESTIMATORS: Registry[EstimatorFunction] = Registry(
 )
 
 
-def get_estimator(name: str) -> Estimator:
+def estimator(name: str) -> Estimator:
     """The estimator called `name`, or the user's own at `module:function`.
 
     Raises:
@@ -355,7 +359,7 @@ def get_estimator(name: str) -> Estimator:
     return Estimator(name, function, *needs)
 
 
-def compute_advantages(name: str, inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantageOutputs:
+def compute_advantages(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     """Estimate, check, whiten: the one way from rewards to advantages.
 
     Returns are what the estimator gave; only advantages are whitened.
@@ -363,7 +367,8 @@ def compute_advantages(name: str, inputs: AdvantageInputs, settings: AdvantageSe
     Raises:
         ValueError: an unknown name, something the estimator needs is missing, or numbers that are not finite (rows named).
     """
-    chosen = get_estimator(name)
+    name = settings.name
+    chosen = estimator(name)
     if chosen.needs_critic and inputs.values is None:
         raise ValueError(f"algorithm.advantage.name={name} needs a critic's values, but none were computed")
     if chosen.needs_greedy and inputs.greedy_scores is None:

@@ -51,7 +51,7 @@ SAMPLED_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 """Estimators from the sampled token's log-probabilities alone."""
 
 
-def estimate_kl(estimator: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str) -> Tensor:
     """[N, T] KL per trained token by the named estimator (`k1`, `k2`, `k3`), 0 outside the mask; nats.
 
     Raises:
@@ -183,7 +183,7 @@ class AdaptiveKl:
         self.coef = float(state["coef"])
 
 
-def kl_controller_from_config(config: KlConfig) -> FixedKl | AdaptiveKl:
+def controller(config: KlConfig) -> FixedKl | AdaptiveKl:
     """The controller named by `algorithm.kl.controller`."""
     if config.controller == "fixed":
         return FixedKl(config.coef)

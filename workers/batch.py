@@ -85,6 +85,8 @@ class PolicyOutputs:
     """[N, T] float32 with gradient; temperature applied; 0 outside the mask."""
     entropy: Tensor
     """[N, T] float32 with gradient when the loss asked for entropy; 0 outside the mask."""
+    full_kl: Tensor | None = None
+    """[N, T] float32 with gradient; KL to the reference over the whole vocabulary, when the loss asked for it."""
 
 
 @dataclass(frozen=True)
