@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from gloo import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from determinism import digest
 from determinism.digest import combine, digest_tensor, digest_value, module_digest, shard_digest, tensor_digests
@@ -220,27 +220,38 @@ def test_gradients_and_parameters_are_not_disturbed():
     assert torch.equal(weight.detach(), before)
 
 
+def spread(tensor: torch.Tensor, mesh: DeviceMesh, placements: list) -> torch.Tensor:
+    """A DTensor cut the way FSDP2 cuts: chunks of ceil(rows / ranks), the last ones shorter or empty."""
+    local = tensor
+    for placement, size, at in zip(placements, mesh.shape, mesh.get_coordinate(), strict=True):
+        if isinstance(placement, Shard):
+            rows = -(-tensor.shape[placement.dim] // size)
+            local = local.split(rows, placement.dim)[at] if at * rows < len(tensor) else local[:0]
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.contiguous().stride()
+    )
+
+
 def check_on_ranks(expected: str, changed: str, by_name: dict[str, str]) -> None:
     """Runs on each of four ranks: shards over 4 and over 2 ranks, a replica, and a 2 x 2 mesh give the plain answer."""
     everyone = DeviceMesh("cpu", list(range(4)))
-    pair = DeviceMesh("cpu", [0, 1])
     square = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    pair = DeviceMesh("cpu", [0, 1])
 
-    def shard(mesh, placements, seed=0):
-        for name, tensor in state(seed):
-            yield name, tensor if tensor.dim() == 0 else distribute_tensor(tensor, mesh, placements)
+    def shards(mesh, placements, seed=0):
+        return [(n, t if t.dim() == 0 else spread(t, mesh, placements)) for n, t in state(seed)]
 
-    assert module_digest(shard(everyone, [Shard(0)])) == expected
-    assert module_digest(shard(everyone, [Shard(0)], seed=9)) == changed
-    assert tensor_digests(shard(everyone, [Shard(0)])) == by_name
-    assert module_digest(shard(everyone, [Replicate()])) == expected
-    assert module_digest(shard(square, [Replicate(), Shard(0)])) == expected
+    assert module_digest(shards(everyone, [Shard(0)])) == expected
+    assert module_digest(shards(everyone, [Shard(0)], seed=9)) == changed
+    assert tensor_digests(shards(everyone, [Shard(0)])) == by_name
+    assert module_digest(shards(everyone, [Replicate()])) == expected
+    assert module_digest(shards(square, [Replicate(), Shard(0)])) == expected
     if dist.get_rank() < 2:
-        assert module_digest(shard(pair, [Shard(0)]), group=pair.get_group()) == expected
+        assert module_digest(shards(pair, [Shard(0)]), group=pair.get_group()) == expected
     with pytest.raises(ValueError, match=r"weight: placements .*Shard"):
-        module_digest([("weight", distribute_tensor(draw(4, 4), everyone, [Shard(1)]))])
+        module_digest([("weight", spread(draw(4, 4), everyone, [Shard(1)]))])
     with pytest.raises(TypeError, match="DTensor"):
-        digest_tensor(distribute_tensor(draw(4), everyone, [Shard(0)]))
+        digest_tensor(spread(draw(4), everyone, [Shard(0)]))
 
 
 def test_shards_on_two_and_four_ranks_give_the_digest_of_the_whole():
