@@ -212,7 +212,7 @@ class DataConfig:
     apply_chat_template: bool = True
     """Render prompts with the chat template; false feeds plain text."""
     system_prompt: str | None = None
-    """A system message put before every conversation."""
+    """A system message put before every conversation that does not bring its own."""
 
 
 @dataclass

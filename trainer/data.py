@@ -1,0 +1,402 @@
+"""Prompts in a seeded order, with a position that survives a resume.
+
+    DataConfig --sources.py--> rows --prompts.py--> Prompt --PromptSampler--> the prompts of step 1, 2, ...
+
+Order. A source is read in *passes*. Pass p visits its rows in an order that is a function of (seed, source name, p) only. Which source
+gives the next prompt is decided by weight, by the largest deficit: after any number of draws each source is within one draw of its share
+(two sources) of the whole. No generator has a state, so the position is a few integers.
+
+Passes never end inside a batch: when a source has fewer rows left than the batch takes from it, these rows are left out of the pass
+(and logged) and the next pass begins. So no prompt occurs twice in a batch, and with one source an epoch is a pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol
+
+from configs.schema import DataConfig, DataSourceConfig
+from determinism.digest import digest_value
+from determinism.seeds import derive_seed, permutation
+from rollout.types import Prompt
+from trainer.prompts import LengthReport, PromptCodec, PromptError, apply_length_policy
+from trainer.sources import SourceError, SourceRow, load_rows, open_stream, overlapping_tasks
+
+logger = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of prompts, loaded (`prompts`) or read as it goes by (`stream`)."""
+
+    name: str
+    weight: float
+    prompts: tuple[Prompt, ...] = ()
+    """Every prompt, in the source's order; empty for a stream."""
+    stream: Callable[[int], Iterator[Prompt | None]] | None = None
+    """Streaming: prompts from a row number on; None stands for a row that the length policy dropped."""
+    window: int = 0
+    """Streaming: rows read and shuffled together."""
+
+
+class PromptData:
+    """The prompts of a split, rendered, tokenised and held to the length limit.
+
+    Args:
+        config: the data group.
+        tokenizer: the policy's tokenizer.
+        split: `train` or `validation`.
+
+    Raises:
+        SourceError: a source that cannot be loaded, two of one name, no training source.
+        PromptError: a tokenizer or prompt that cannot be used (see `trainer/prompts.py`).
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Any, *, split: str) -> None:
+        if split not in ("train", "validation"):
+            raise ValueError(f"split is {split!r}; it must be train or validation")
+        self.split = split
+        self.codec = PromptCodec(
+            tokenizer, apply_chat_template=config.apply_chat_template, system_prompt=config.system_prompt
+        )
+        self.reports: dict[str, LengthReport] = {}
+        self._config = config
+        configs = list(config.train if split == "train" else config.validation)
+        _check_sources(configs, split)
+        if split == "validation":
+            for sentence in overlapping_tasks(config.train, configs, config.seed):
+                logger.warning("%s", sentence)
+        self.sources = tuple(self._stream(source) if source.streaming else self._load(source) for source in configs)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Every prompt of the loaded sources, source after source."""
+        return [prompt for source in self.sources for prompt in source.prompts]
+
+    def metrics(self) -> dict[str, float]:
+        """`data/<source>/rows`, `dropped`, `truncated`, `longest_prompt` (tokens, before the length policy)."""
+        values: dict[str, float] = {}
+        for name, report in self.reports.items():
+            values[f"data/{name}/rows"] = float(report.rows - len(report.dropped))
+            values[f"data/{name}/dropped"] = float(len(report.dropped))
+            values[f"data/{name}/truncated"] = float(len(report.truncated))
+            values[f"data/{name}/longest_prompt"] = float(report.longest)
+        return values
+
+    def _load(self, source: DataSourceConfig) -> Source:
+        rows = load_rows(source, self._config.seed, self.split)
+        prompts, report = self._prepare(source, rows)
+        self.reports[source.name] = report
+        if report.dropped or report.truncated:
+            logger.warning(
+                "data source %r: %d of %d prompts were longer than %d tokens (the longest has %d): %d dropped, %d truncated",
+                source.name,
+                len(report.dropped) + len(report.truncated),
+                report.rows,
+                self._config.max_prompt_tokens,
+                report.longest,
+                len(report.dropped),
+                len(report.truncated),
+            )
+        if not prompts:
+            raise PromptError(
+                f"data source {source.name!r}: all {report.rows} prompts are longer than data.max_prompt_tokens="
+                f"{self._config.max_prompt_tokens}, so none is left"
+            )
+        return Source(source.name, source.weight, tuple(prompts))
+
+    def _prepare(self, source: DataSourceConfig, rows: Sequence[SourceRow]) -> tuple[list[Prompt], LengthReport]:
+        named = [(f"{source.name}/{row.index}", row.prompt) for row in rows]
+        prompts = [
+            Prompt(name, source.name, rendered.token_ids, rendered.text, rendered.messages, row.answer, row.extra)
+            for (name, _), row, rendered in zip(named, rows, self.codec.render(named), strict=True)
+        ]
+        return apply_length_policy(prompts, self._config.max_prompt_tokens, self._config.overlong_prompts, self.codec)
+
+    def _stream(self, source: DataSourceConfig) -> Source:
+        if self.split != "train":
+            raise SourceError(
+                f"data source {source.name!r}: validation prompts are a fixed set, so streaming cannot be used"
+            )
+        if source.window < 1:
+            raise SourceError(f"data source {source.name!r}: window is {source.window}; it must be at least 1")
+
+        def prompts_from(start: int) -> Iterator[Prompt | None]:
+            for row in open_stream(source, start):
+                fitted, _ = self._prepare(source, [row])
+                yield fitted[0] if fitted else None
+
+        return Source(source.name, source.weight, stream=prompts_from, window=source.window)
+
+
+def _check_sources(configs: Sequence[DataSourceConfig], split: str) -> None:
+    names = [source.name for source in configs]
+    if split == "train" and not names:
+        raise SourceError("data.train names no source, so there is nothing to train on")
+    for name in names:
+        if names.count(name) > 1:
+            raise SourceError(
+                f"data.{split} has {names.count(name)} sources of the name {name!r}; prompt ids need a name each"
+            )
+    for source in configs:
+        if not source.weight > 0:
+            raise SourceError(
+                f"data source {source.name!r}: weight is {source.weight}; it must be above 0, or leave the source out"
+            )
+
+
+def data_digest(prompts: Sequence[Prompt]) -> str:
+    """Digest of everything the rows hold (ids, tokens, conversation, answer, extra columns), in order; 32 hex characters."""
+    return digest_value(
+        [
+            [p.id, p.source, list(p.token_ids), p.text, [dict(m) for m in p.messages], p.answer, dict(p.extra)]
+            for p in prompts
+        ]
+    )
+
+
+class Cursor(Protocol):
+    """Where a source is read next."""
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts, all of one pass; None ends a pass early when it has fewer left."""
+        ...
+
+    def state_dict(self) -> dict[str, int]:
+        """The position."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go to a position."""
+        ...
+
+
+class RowCursor:
+    """Reads a loaded source pass after pass."""
+
+    def __init__(self, source: Source, seed: int, shuffle: bool) -> None:
+        self._source = source
+        self._seed = seed
+        self._shuffle = shuffle
+        self._pass = 0
+        self._position = 0
+        self._order = self._order_of(0)
+
+    def take(self, count: int) -> list[Prompt]:
+        left = len(self._order) - self._position
+        if left < count:
+            if left:
+                logger.info(
+                    "data source %r: pass %d ends; its last %d rows are fewer than a batch takes and are left out",
+                    self._source.name,
+                    self._pass,
+                    left,
+                )
+            self._pass += 1
+            self._position = 0
+            self._order = self._order_of(self._pass)
+        rows = self._order[self._position : self._position + count]
+        self._position += count
+        return [self._source.prompts[row] for row in rows]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"pass": self._pass, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._pass, self._position = state["pass"], state["position"]
+        self._order = self._order_of(self._pass)
+
+    def _order_of(self, number: int) -> list[int]:
+        rows = len(self._source.prompts)
+        if not self._shuffle:
+            return list(range(rows))
+        return permutation(rows, derive_seed(self._seed, "data_order", self._source.name, number))
+
+
+class StreamCursor:
+    """Reads a stream in windows of rows, each shuffled in itself.
+
+    The order within window w of pass p is a function of (seed, source name, p, w), and windows begin at multiples of the window size
+    counted in the source's rows, so a position is found again by skipping to its window.
+    """
+
+    def __init__(self, source: Source, seed: int, shuffle: bool) -> None:
+        self._source = source
+        self._seed = seed
+        self._shuffle = shuffle
+        self._go_to(0, 0, 0)
+
+    def take(self, count: int) -> list[Prompt]:
+        taken = self._read(count)
+        if len(taken) < count:
+            logger.info(
+                "data source %r: pass %d ends; its last %d rows are fewer than a batch takes and are left out",
+                self._source.name,
+                self._pass,
+                len(taken),
+            )
+            self._go_to(self._pass + 1, 0, 0)
+            taken = self._read(count)
+        if len(taken) < count:
+            raise SourceError(
+                f"data source {self._source.name!r}: it has {len(taken)} rows, and a step takes {count} from it"
+            )
+        return taken
+
+    def state_dict(self) -> dict[str, int]:
+        return {"pass": self._pass, "window": self._window, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._go_to(state["pass"], state["window"], state["position"])
+
+    def _read(self, count: int) -> list[Prompt]:
+        taken: list[Prompt] = []
+        while len(taken) < count:
+            if self._position == len(self._rows):
+                if self._last:
+                    break
+                self._window += 1
+                self._position = 0
+                self._fill()
+                continue
+            step = min(count - len(taken), len(self._rows) - self._position)
+            taken += self._rows[self._position : self._position + step]
+            self._position += step
+        return taken
+
+    def _go_to(self, number: int, window: int, position: int) -> None:
+        assert self._source.stream is not None
+        self._pass, self._window, self._position = number, window, position
+        self._reader = self._source.stream(window * self._source.window)
+        self._fill()
+
+    def _fill(self) -> None:
+        rows = list(itertools.islice(self._reader, self._source.window))
+        self._last = len(rows) < self._source.window
+        seed = derive_seed(self._seed, "data_window", self._source.name, self._pass, self._window)
+        order = permutation(len(rows), seed) if self._shuffle else range(len(rows))
+        self._rows = [row for row in (rows[index] for index in order) if row is not None]
+
+
+class PromptSampler:
+    """Gives each step its prompts.
+
+    Args:
+        data: the training data.
+        prompts_per_step: prompts of a batch.
+        seed: `data.seed`.
+        shuffle: a new order in each pass; False keeps the source's.
+
+    Raises:
+        SourceError: a source has fewer rows than a batch takes from it.
+    """
+
+    def __init__(self, data: PromptData, prompts_per_step: int, seed: int, shuffle: bool = True) -> None:
+        if prompts_per_step < 1:
+            raise ValueError(f"data.prompts_per_step is {prompts_per_step}; it must be at least 1")
+        self._sources = data.sources
+        self._batch = prompts_per_step
+        self._step = 0
+        self._drawn = [0] * len(self._sources)
+        # The written decimal, not the float's bits: 0.1 and 0.3 then share as 1 to 3, exactly.
+        weights = [Fraction(str(source.weight)) for source in self._sources]
+        self._shares = [weight / sum(weights) for weight in weights]
+        self._check_rows()
+        self._cursors: list[Cursor] = [
+            RowCursor(source, seed, shuffle) if source.stream is None else StreamCursor(source, seed, shuffle)
+            for source in self._sources
+        ]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of an epoch: all rows of all sources, divided by the batch; what is left over is dropped.
+
+        Raises:
+            SourceError: a source streams, so its number of rows is not known.
+        """
+        streams = [source.name for source in self._sources if source.stream is not None]
+        if streams:
+            raise SourceError(
+                f"data source {streams[0]!r} streams, so the length of an epoch is not known; "
+                "set trainer.total_steps and leave trainer.total_epochs null"
+            )
+        return sum(len(source.prompts) for source in self._sources) // self._batch
+
+    @property
+    def step(self) -> int:
+        """Batches given so far."""
+        return self._step
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch, from 0. With one source it is the number of its pass."""
+        return self._step // self.steps_per_epoch
+
+    def total_steps(self, epochs: int) -> int:
+        """Steps of `epochs` epochs."""
+        return epochs * self.steps_per_epoch
+
+    def next_batch(self) -> list[Prompt]:
+        """The next step's prompts, `prompts_per_step` of them, no two of one id."""
+        slots = self._schedule()
+        taken = [iter(cursor.take(slots.count(index))) for index, cursor in enumerate(self._cursors)]
+        self._step += 1
+        return [next(taken[index]) for index in slots]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: plain values, to be saved with the checkpoint of the step."""
+        return {
+            "version": STATE_VERSION,
+            "step": self._step,
+            "prompts_per_step": self._batch,
+            "sources": {
+                source.name: {"drawn": drawn, **cursor.state_dict()}
+                for source, drawn, cursor in zip(self._sources, self._drawn, self._cursors, strict=True)
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken.
+
+        Raises:
+            ValueError: the state is of another format version, batch size or set of sources.
+        """
+        if state["version"] != STATE_VERSION:
+            raise ValueError(f"the sampler's state has version {state['version']}; this code reads {STATE_VERSION}")
+        if state["prompts_per_step"] != self._batch:
+            raise ValueError(
+                f"the sampler's state was saved with data.prompts_per_step={state['prompts_per_step']}, now it is {self._batch}"
+            )
+        names = [source.name for source in self._sources]
+        if list(state["sources"]) != names:
+            raise ValueError(f"the sampler's state is of the sources {list(state['sources'])}, the data has {names}")
+        self._step = state["step"]
+        self._drawn = [state["sources"][name]["drawn"] for name in names]
+        for name, cursor in zip(names, self._cursors, strict=True):
+            cursor.load_state_dict(state["sources"][name])
+
+    def _schedule(self) -> list[int]:
+        """Source of each of the batch's prompts: always the one furthest behind its share, the first named at a tie."""
+        slots = []
+        for draw in range(sum(self._drawn) + 1, sum(self._drawn) + 1 + self._batch):
+            deficits = [share * draw - drawn for share, drawn in zip(self._shares, self._drawn, strict=True)]
+            chosen = deficits.index(max(deficits))
+            self._drawn[chosen] += 1
+            slots.append(chosen)
+        return slots
+
+    def _check_rows(self) -> None:
+        for source, share in zip(self._sources, self._shares, strict=True):
+            # A batch takes at most the share, rounded up, and one more where the schedule catches up.
+            most = self._batch if len(self._sources) == 1 else min(self._batch, -(-share * self._batch // 1) + 1)
+            if source.stream is None and len(source.prompts) < most:
+                raise SourceError(
+                    f"data source {source.name!r} has {len(source.prompts)} rows, and a step takes up to {most} from it "
+                    f"(data.prompts_per_step={self._batch}, share {float(share):.3g}); give it more rows, or lower its weight or the batch"
+                )
