@@ -1,0 +1,74 @@
+"""A run directory is used once, and resumed only on request and only by the same experiment."""
+
+import json
+
+import pytest
+
+from trainer.resume import ResumeError, check_resume
+from trainer.run_dir import RunDirectory, RunDirectoryError, append_json_line, cut_jsonl
+
+
+def test_a_used_directory_is_refused_without_resume(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.check("never")
+    run.open()
+    run.config.write_text("seed: 0\n")
+    with pytest.raises(RunDirectoryError, match=r"already holds a run.*run\.resume=auto"):
+        run.check("never")
+    run.check("auto")
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(RunDirectoryError, match="is a file"):
+        RunDirectory(tmp_path / "run").check("never")
+
+
+def test_cutting_keeps_earlier_steps_and_drops_a_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3):
+        append_json_line(path, {"step": step, "x": 0.1})
+    with open(path, "a") as file:
+        file.write('{"step": 4, "x"')
+    cut_jsonl(path, 2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_metrics_keep_every_bit_of_a_float(tmp_path):
+    value = 0.1 + 0.2
+    append_json_line(tmp_path / "m.jsonl", {"step": 1, "x": value})
+    assert json.loads((tmp_path / "m.jsonl").read_text())["x"].hex() == value.hex()
+
+
+def test_resuming_cuts_episodes_of_later_steps(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.open()
+    for name in ("step_000001.jsonl", "step_000002.jsonl", "validation_000002.jsonl"):
+        (run.episodes / name).write_text("")
+    run.cut_after(1)
+    assert [path.name for path in run.episodes.iterdir()] == ["step_000001.jsonl"]
+
+
+BASE = {"seed": 0, "model": {"path": "a"}, "data": {"train": [{"path": "x"}]}, "rollout": {"replicas": 1}, "launcher": {"num_ranks": 1}}
+
+
+def changed(**groups):
+    return {**BASE, **groups}
+
+
+def test_topology_may_change_on_resume():
+    check_resume(BASE, changed(rollout={"replicas": 4}, launcher={"num_ranks": 2}), [], "run")
+
+
+@pytest.mark.parametrize(
+    ("new", "key"),
+    [
+        (changed(model={"path": "b"}), "model.path: 'a' in the run, 'b' now"),
+        (changed(data={"train": [{"path": "y"}]}), "data.train.0.path"),
+        (changed(seed=1), "seed: 0 in the run, 1 now"),
+    ],
+)
+def test_another_experiment_is_refused_by_name_unless_allowed(new, key):
+    with pytest.raises(ResumeError, match=key):
+        check_resume(BASE, new, [], "run")
+    check_resume(BASE, new, ["model", "data", "seed"], "run")
