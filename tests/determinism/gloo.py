@@ -1,5 +1,6 @@
 """Run a function on several gloo ranks, for tests of collectives."""
 
+import multiprocessing
 import socket
 from collections.abc import Callable
 
@@ -22,4 +23,8 @@ def on_ranks(world_size: int, function: Callable[..., None], *arguments) -> None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(_rank_main, (world_size, port, function, arguments), nprocs=world_size)
+    # One clean server imports torch once and forks the ranks, which are fresh processes in everything that matters here.
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "pytest"])
+    mp.start_processes(
+        _rank_main, (world_size, port, function, arguments), nprocs=world_size, start_method="forkserver"
+    )
