@@ -1,0 +1,215 @@
+"""The rollout engine: vLLM inside this process, tokens in and tokens out.
+
+    GenerationRequest --(SamplingParams, all explicit)--> vLLM core --> Generation (ids, log-probabilities, finish reason)
+    load_weights: check names and shapes -> reload in place -> pack the output head again -> clear the prefix cache
+
+The log-probabilities are those of the distribution that was sampled: penalties, temperature and truncation applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.engine import check_requests
+from rollout.types import Generation, GenerationRequest, Sampling
+from rollout.weights import check_weights, checkpoint_shapes
+from workers.vllm_process import common_arguments, engine_facts, run_requests, start_engine, stop_engine
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from configs.schema import RolloutConfig
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises any smaller non-zero temperature to this without an error, so it is refused here."""
+
+
+class VLLMEngine:
+    """One rollout replica (see `rollout.engine.RolloutEngine`). Build it in a process of its own, with
+    `determinism.environment.process_env` in place before that process started."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        config: RolloutConfig,
+        max_model_len: int,
+        full_determinism: bool,
+        threads: int,
+        device: str,
+        tokenizer: str | None = None,
+        cpu_linear: str = "auto",
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Load the model and allocate the KV cache.
+
+        Args:
+            model_path: checkpoint directory; gives architecture, first weights and, unless `tokenizer` says otherwise, the
+                tokenizer (used for `stop` texts only).
+            max_model_len: prompt and response tokens together.
+            threads: CPU threads of this process; part of the numerics environment.
+            device: `cpu` or `cuda`.
+            cpu_linear: `determinism.cpu_linear`.
+
+        Raises:
+            ValueError: `config.engine_args` holds an owned, unknown or forbidden key.
+            determinism.cpu_kernels.BatchInvarianceError: level D3 cannot be kept here.
+        """
+        self._version = 0
+        self._device = device
+        self._max_model_len = max_model_len
+        self._shapes = checkpoint_shapes(model_path)
+        self._has_tokenizer = _has_tokenizer(tokenizer or model_path)
+        arguments = common_arguments(
+            model_path, config=config, max_model_len=max_model_len, full_determinism=full_determinism, device=device
+        ) | _rollout_arguments(config, device)
+        arguments |= {
+            "tokenizer": tokenizer,
+            "skip_tokenizer_init": not self._has_tokenizer,
+            "trust_remote_code": trust_remote_code,
+        }
+        self._engine = start_engine(
+            arguments,
+            config.engine_args,
+            origin="rollout.engine_args",
+            full_determinism=full_determinism,
+            threads=threads,
+            device=device,
+            cpu_linear=cpu_linear,
+        )
+
+    def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
+        """Sample every request; see `RolloutEngine.generate`.
+
+        A greedy request (temperature 0) reports log-probabilities at temperature 1.
+        """
+        check_requests(requests, self._max_model_len)
+        to_params = self._params_maker()
+        calls = [(list(r.prompt_token_ids), to_params(r.sampling, r.seed), r.priority) for r in requests]
+        outputs = run_requests(self._engine, calls)
+        return [self._generation(request, output) for request, output in zip(requests, outputs, strict=True)]
+
+    def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Replace the weights in place; see `RolloutEngine.load_weights`. No request may be running."""
+        check_weights(tensors, self._shapes)
+        self._reload(tensors)
+        if self._device == "cpu":
+            self._mend_output_head()
+        self._clear_prefix_cache()
+        self._version = version
+
+    def facts(self) -> dict[str, Any]:
+        """Versions, threads, kernels and limits in force in this process."""
+        return engine_facts(self._engine, self._device) | {"role": "rollout", "weight_version": self._version}
+
+    def close(self) -> None:
+        """Shut the core down; safe to call twice."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            stop_engine(engine)
+
+    def _reload(self, tensors: Mapping[str, Tensor]) -> None:
+        named = [(name, tensor.detach()) for name, tensor in tensors.items()]
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named)})
+
+    def _mend_output_head(self) -> None:
+        from determinism.cpu_kernels import remend_lm_head
+
+        self._engine.apply_model(remend_lm_head)
+
+    def _clear_prefix_cache(self) -> None:
+        # Blocks computed with the old weights would be found again by equal prompts.
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError(
+                "the prefix cache could not be cleared after a weight update; is a request still running?"
+            )
+
+    def _params_maker(self) -> Any:
+        from vllm import SamplingParams
+
+        makers: dict[Sampling, partial[SamplingParams]] = {}
+
+        def make(sampling: Sampling, seed: int) -> SamplingParams:
+            if sampling not in makers:
+                makers[sampling] = partial(SamplingParams, **self._explicit(sampling))
+            return makers[sampling](seed=seed)
+
+        return make
+
+    def _explicit(self, sampling: Sampling) -> dict[str, Any]:
+        """vLLM's keyword arguments, every one with a value, so that no default of vLLM or of the model takes part."""
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature {sampling.temperature}: vLLM would sample at {MIN_TEMPERATURE}; use 0 (greedy) or at least that"
+            )
+        if sampling.stop and not self._has_tokenizer:
+            raise ValueError(
+                f"stop texts {list(sampling.stop)} need a tokenizer, and the engine was started without one"
+            )
+        return {
+            "n": 1,
+            "max_tokens": sampling.max_new_tokens,
+            "min_tokens": 0,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": sampling.ignore_eos,
+            "logprobs": 0,
+            "flat_logprobs": True,
+            "detokenize": bool(sampling.stop),
+            "output_kind": _final_only(),
+            "skip_clone": True,
+        }
+
+    def _generation(self, request: GenerationRequest, output: Any) -> Generation:
+        (completion,) = output.outputs
+        if completion.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"{request.key}: the engine ended the request with {completion.finish_reason!r}")
+        return Generation(
+            key=request.key,
+            token_ids=tuple(completion.token_ids),
+            # `logprobs=0` gives exactly the sampled token's entry at each position.
+            logprobs=tuple(completion.logprobs.logprobs),
+            finish_reason=completion.finish_reason,
+            weight_version=self._version,
+        )
+
+
+def _rollout_arguments(config: RolloutConfig, device: str) -> dict[str, Any]:
+    arguments = {
+        "runner": "generate",
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enforce_eager": config.enforce_eager,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "logprobs_mode": "processed_logprobs",
+        "scheduling_policy": "priority",
+    }
+    if config.tensor_parallel_size > 1:
+        if device == "cpu":
+            raise ValueError(
+                f"rollout.tensor_parallel_size={config.tensor_parallel_size} needs GPUs; on CPU use rollout.replicas"
+            )
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments
+
+
+def _final_only() -> Any:
+    from vllm.sampling_params import RequestOutputKind
+
+    return RequestOutputKind.FINAL_ONLY
+
+
+def _has_tokenizer(directory: str | Path) -> bool:
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    return any((Path(directory) / name).is_file() for name in names)

@@ -1,0 +1,72 @@
+"""Which tensors a checkpoint holds, so that a weight update that would leave some of them old is refused.
+
+vLLM only warns about a missing tensor and then computes with a mixture of two versions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shapes = dict[str, tuple[int, ...]]
+TIED_HEAD = "lm_head.weight"
+
+
+def checkpoint_shapes(directory: str | Path) -> Shapes:
+    """Name and shape of every parameter of a checkpoint, read from headers only.
+
+    With tied embeddings the output head is left out: it is the embedding.
+
+    Raises:
+        ValueError: the directory holds no safetensors file.
+    """
+    from safetensors import safe_open
+
+    root = Path(directory)
+    files = sorted(root.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"{root}: no *.safetensors file, so the weights cannot be updated during training; convert the checkpoint"
+        )
+    shapes: Shapes = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+    if _is_tied(root):
+        shapes.pop(TIED_HEAD, None)
+    return shapes
+
+
+def check_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse an update that does not hold exactly the checkpoint's parameters; a tied output head may come along.
+
+    Raises:
+        ValueError: names the parameters that are missing, unknown or of another shape.
+    """
+    unknown = [name for name in tensors if name not in expected and name != TIED_HEAD]
+    missing = [name for name in expected if name not in tensors]
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wrong = [
+        f"{n} {shapes[n]} instead of {tuple(s)}" for n, s in expected.items() if n in shapes and shapes[n] != tuple(s)
+    ]
+    found = {"missing": missing, "unknown": unknown, "wrong shape": wrong}
+    problems = "; ".join(f"{what}: {_some(names)}" for what, names in found.items() if names)
+    if problems:
+        raise ValueError(f"weight update does not fit the engine's model of {len(expected)} parameters; {problems}")
+
+
+def _is_tied(root: Path) -> bool:
+    file = root / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return bool(config.get("tie_word_embeddings", False))
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

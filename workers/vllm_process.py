@@ -1,0 +1,237 @@
+"""A vLLM engine inside this process: the one place that knows vLLM's arguments, how it is started and how it is run.
+
+The rollout engine (`rollout/vllm_engine.py`) and the reward engine (`reward/model.py`) add what is theirs. The process must be
+the engine's own: vLLM reseeds Python's, numpy's and torch's generators, fixes the thread count and makes a process group.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from determinism import cpu_kernels
+
+MIB = 1 << 20
+CPU_BLOCK_SIZE = 32
+"""Tokens of a KV block on CPU: the smallest its attention kernel takes, so that most of a shared prefix is found."""
+
+OWNED = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "skip_tokenizer_init": "model.tokenizer",
+    "trust_remote_code": "model.trust_remote_code",
+    "seed": "the request's seed",
+    "dtype": "dtype",
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "data_parallel_size": "replicas",
+    "kv_cache_memory_bytes": "kv_cache_mib",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "enable_prefix_caching": "rollout.enable_prefix_caching",
+    "enforce_eager": "rollout.enforce_eager",
+    "runner": "the engine's role",
+    "convert": "the engine's role",
+    "pooler_config": "the engine's role",
+    "logprobs_mode": "the trained distribution",
+    "generation_config": "rollout.sampling",
+    "override_generation_config": "rollout.sampling",
+    "scheduling_policy": "the requests' priorities",
+    "distributed_executor_backend": "launcher.device",
+    "disable_log_stats": "tracking",
+}
+"""vLLM's argument -> the setting (or the fact) that decides it."""
+
+_BREAKS_BATCH_INVARIANCE = {
+    "async_scheduling": "steps would depend on timing",
+    "speculative_config": "draft tokens depend on the batch",
+    "spec_method": "draft tokens depend on the batch",
+    "spec_model": "draft tokens depend on the batch",
+    "spec_tokens": "draft tokens depend on the batch",
+    "quantization": "quantized kernels are not batch-invariant",
+    "enable_lora": "adapter kernels are not batch-invariant",
+}
+
+
+def check_engine_args(extra: Mapping[str, Any], origin: str, full_determinism: bool) -> None:
+    """Refuse what `engine_args` may not hold; needs no vLLM, so it can run before anything starts.
+
+    Args:
+        extra: `rollout.engine_args` or `reward.model.engine_args`.
+        origin: that dotted name, for the message.
+
+    Raises:
+        ValueError: a key that a setting owns, or under full determinism one that breaks level D3.
+    """
+    for key in extra:
+        if key in OWNED:
+            raise ValueError(f"{origin}.{key}: vLLM's `{key}` follows from {OWNED[key]}; set that instead")
+        if full_determinism and key in _BREAKS_BATCH_INVARIANCE:
+            raise ValueError(
+                f"{origin}.{key}: {_BREAKS_BATCH_INVARIANCE[key]}, which breaks level D3 of full_determinism. Remove it, or set "
+                "full_determinism=false"
+            )
+
+
+def common_arguments(
+    model: str | Path, *, config: Any, max_model_len: int, full_determinism: bool, device: str
+) -> dict[str, Any]:
+    """vLLM's arguments that rollout and reward engines share.
+
+    Args:
+        config: a RolloutConfig or RewardModelConfig (the fields with the same names are read).
+        device: `cpu` or `cuda`.
+    """
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": config.dtype,
+        "max_model_len": max_model_len,
+        # Only vLLM's own global generators see this; every request brings a seed.
+        "seed": 0,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+    }
+    if device == "cpu":
+        arguments |= {
+            "kv_cache_memory_bytes": config.kv_cache_mib * MIB,
+            "block_size": CPU_BLOCK_SIZE,
+            "distributed_executor_backend": "uni",
+        }
+    else:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        if full_determinism:
+            arguments["async_scheduling"] = False
+    return arguments
+
+
+def start_engine(
+    arguments: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    *,
+    origin: str,
+    full_determinism: bool,
+    threads: int,
+    device: str,
+    cpu_linear: str = "auto",
+) -> Any:
+    """Import vLLM, replace its CPU kernels and build an engine whose core runs in this process.
+
+    Args:
+        arguments: what the role and the settings decide.
+        extra: the user's further arguments, checked here; they win over defaults such as `block_size`.
+        origin: dotted name of `extra`.
+        cpu_linear: `determinism.cpu_linear`.
+
+    Returns:
+        A `vllm.v1.engine.llm_engine.LLMEngine`.
+
+    Raises:
+        RuntimeError: the process environment was not in place before Python started.
+        ValueError: an argument in `extra` is owned by a setting, unknown to vLLM or breaks full determinism.
+    """
+    check_engine_args(extra, origin, full_determinism)
+    _check_environment()
+    with _no_garbage_collection():
+        import torch
+
+        torch.set_num_threads(threads)
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        known = EngineArgs.__dataclass_fields__
+        for key in extra:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean `{close[0]}`?" if close else ""
+                raise ValueError(f"{origin}.{key}: vLLM's engine has no argument `{key}`{hint}")
+        if device == "cpu":
+            cpu_kernels.install(linear=cpu_linear, full_determinism=full_determinism)
+        return LLMEngine.from_engine_args(EngineArgs(**{**arguments, **extra}))
+
+
+def run_requests(engine: Any, requests: Iterable[tuple[list[int], Any, int]]) -> list[Any]:
+    """Submit requests and step the engine until all are finished.
+
+    Args:
+        requests: (prompt token ids, SamplingParams or PoolingParams, priority) in submission order.
+
+    Returns:
+        vLLM's finished output of each request, in submission order.
+    """
+    submitted: list[str] = []
+    try:
+        for index, (token_ids, params, priority) in enumerate(requests):
+            prompt = {"type": "token", "prompt_token_ids": token_ids}
+            # The index stands in for the arrival time, so that nothing is read from the clock.
+            submitted.append(
+                engine.add_request(str(index), prompt, params, arrival_time=float(index), priority=priority)
+            )
+        finished: dict[str, Any] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    finished[output.request_id] = output
+    except BaseException:
+        engine.abort_request(submitted, internal=True)
+        raise
+    return [finished[str(index)] for index in range(len(submitted))]
+
+
+def engine_facts(engine: Any, device: str) -> dict[str, Any]:
+    """What is in force in this engine's process, read back from vLLM and torch."""
+    import torch
+    import vllm
+
+    config = engine.vllm_config
+    kernels = cpu_kernels.installed() if device == "cpu" else None
+    return {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device": device,
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "scheduling_policy": config.scheduler_config.policy,
+        "prefix_caching": config.cache_config.enable_prefix_caching,
+        "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+        "kv_blocks": config.cache_config.num_gpu_blocks,
+        "block_size": config.cache_config.block_size,
+        "cpu_kernels": None if kernels is None else kernels.facts(),
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith("VLLM_")},
+    }
+
+
+def stop_engine(engine: Any) -> None:
+    """Shut the core down and free its memory."""
+    engine.engine_core.shutdown()
+    gc.collect()
+
+
+def _check_environment() -> None:
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
+        raise RuntimeError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING must be 0 in an engine's process: its core runs here, not in a child that would take "
+            "40 s to start. Start the process with determinism.environment.process_env(...)"
+        )
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Importing vLLM makes millions of long-lived objects; collecting among them again and again is a fifth of the start."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
