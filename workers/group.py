@@ -33,7 +33,11 @@ class WorkerGroup(Protocol):
         ...
 
     def export(self, method: str, /, **common: Any) -> Any:
-        """Like `run`, but worker 0's result stays close to the workers: a handle to be passed to another group's `run`."""
+        """Like `run`, but worker 0's result stays close to the workers: a handle to be passed to another group's `run`.
+
+        The method is also given `everywhere: bool`. True: every worker must return the value (the loop runs on every rank and
+        each rank passes its own copy on to its engines). False: only worker 0's is used and the others may return None.
+        """
         ...
 
     def close(self) -> None:
@@ -51,8 +55,21 @@ class Launcher(Protocol):
         """FSDP ranks: torch.distributed is initialised with `num_ranks` before `factory` is called."""
         ...
 
-    def engine_group(self, name: str, factory: WorkerFactory, replicas: int, env: Mapping[str, str]) -> WorkerGroup:
-        """Engines: `replicas` processes of their own, `env` in place before their interpreter starts, logs in `logs/{name}-{i}.log`."""
+    def engine_group(
+        self,
+        name: str,
+        factory: WorkerFactory,
+        replicas: int,
+        env: Mapping[str, str],
+        *,
+        start_timeout_s: float = 300.0,
+        gpus: int = 1,
+    ) -> WorkerGroup:
+        """Engines: `replicas` processes of their own, `env` in place before their interpreter starts, logs in `logs/{name}-{i}.log`.
+
+        `env` is laid over the process environment that the launcher gives every process. `gpus`: GPUs that one replica sees
+        (its tensor-parallel size); no meaning on CPU.
+        """
         ...
 
     def on_main(self, function: Callable[[], T]) -> T:

@@ -1,0 +1,124 @@
+"""Workers for the tests of the groups; children import them from here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # methods that need torch import it, so that most of these processes start in a moment
+    import torch
+
+
+class Part:
+    """An attribute of a worker, reached by a dotted name."""
+
+    def double(self, value: int) -> int:
+        return 2 * value
+
+
+class Toy:
+    """Does a little of everything."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.total = start
+        self.part = Part()
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def add(self, value: int, *, factor: int = 1) -> int:
+        self.total += value * factor
+        return self.total
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def text_hash(self) -> int:
+        """Moves with PYTHONHASHSEED, so it shows what was in force when the interpreter started."""
+        return hash("exactrl")
+
+    def speak(self) -> None:
+        print("printed by python")
+        print("complained by python", file=sys.stderr)
+        ctypes.CDLL(None).puts(b"put by C")
+        ctypes.CDLL(None).fflush(None)
+
+    def fail(self, message: str) -> None:
+        print("about to fail")
+        raise ValueError(message)
+
+    def fail_if(self, should: bool) -> str:
+        if should:
+            raise ValueError("only one of us")
+        return "fine"
+
+    def crash(self) -> None:
+        print("last words", flush=True)
+        ctypes.string_at(0)
+
+    def leave(self, code: int) -> None:
+        os._exit(code)
+
+    def sleep(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "awake"
+
+    def spawn_sleeper(self) -> int:
+        return subprocess.Popen(["sleep", "300"]).pid
+
+    def echo(self, value: object) -> object:
+        return value
+
+    def negate(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.neg_()
+
+    def make_weights(self, *, everywhere: bool) -> dict[str, torch.Tensor] | None:
+        if not everywhere and int(os.environ.get("RANK", "0")) != 0:
+            return None
+        import torch
+
+        return {"w": torch.arange(100_000, dtype=torch.float32), "b": torch.ones((), dtype=torch.bfloat16)}
+
+    def load(self, *, weights: dict[str, torch.Tensor]) -> float:
+        self.weights = weights
+        return float(weights["w"].sum() + weights["b"])
+
+    def all_reduce(self, value: float) -> float:
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor([value + dist.get_rank()], dtype=torch.float64)
+        dist.all_reduce(tensor)
+        return float(tensor)
+
+
+class Stubborn(Toy):
+    """Does not end when it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def close(self) -> None:
+        time.sleep(300)
+
+
+class Broken:
+    """Can't be built."""
+
+    def __init__(self) -> None:
+        print("building", flush=True)
+        raise RuntimeError("no such model")
+
+
+class Slow:
+    """Takes too long to build."""
+
+    def __init__(self) -> None:
+        time.sleep(60)

@@ -1,0 +1,74 @@
+"""Calling a worker's method by name, and telling what went wrong with it: its traceback, its end, the tail of its log."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+TAIL_LINES = 30
+_TAIL_BYTES = 16 * 1024
+_HOSTS = ("calls.py", "child.py", "ray_group.py")
+
+
+def invoke(worker: Any, method: str, arguments: Sequence[Any], common: dict[str, Any]) -> Any:
+    """`worker.<method>(*arguments, **common)`; a dotted name reaches into attributes (`actor.update`).
+
+    Raises:
+        AttributeError: the worker has no such method.
+    """
+    target = worker
+    for name in method.split("."):
+        target = getattr(target, name)
+    return target(*arguments, **common)
+
+
+def traceback_text(error: BaseException) -> str:
+    """The traceback as Python prints it, from the worker's own code on (the frames that host it are left out)."""
+    return "".join(traceback.format_exception(type(error), error, _own_frames(error.__traceback__))).rstrip()
+
+
+def exit_text(returncode: int) -> str:
+    """What a process's return code (negative: the signal's number) says, as half a sentence.
+
+    Example:
+        >>> exit_text(-11)
+        'was killed by SIGSEGV (a crash in native code)'
+    """
+    if returncode >= 0:
+        return f"exited with code {returncode}"
+    number = -returncode
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    hints = {
+        signal.SIGKILL: " (by someone, or by the kernel when memory ran out: see dmesg)",
+        signal.SIGSEGV: " (a crash in native code)",
+        signal.SIGABRT: " (native code gave up; its reason is in the log)",
+    }
+    return f"was killed by {name}{hints.get(signal.Signals(number), '') if number in hints else ''}"
+
+
+def log_size(path: Path) -> int:
+    """Bytes in a log that may not exist yet; where the next process's part begins."""
+    return path.stat().st_size if path.exists() else 0
+
+
+def log_tail(path: Path, start: int = 0) -> str:
+    """The last lines of a log, none from before byte `start`; with a heading that names the file."""
+    if not path.exists():
+        return f"(no log at {path})"
+    with path.open("rb") as stream:
+        stream.seek(max(start, path.stat().st_size - _TAIL_BYTES))
+        lines = stream.read().decode("utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+    if not lines:
+        return f"(nothing was written to {path})"
+    return "\n".join([f"--- the end of {path}", *lines, "---"])
+
+
+def _own_frames(frames: TracebackType | None) -> TracebackType | None:
+    inner = frames
+    while inner is not None and Path(inner.tb_frame.f_code.co_filename).name in _HOSTS:
+        inner = inner.tb_next
+    return inner if inner is not None else frames
