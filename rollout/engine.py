@@ -85,11 +85,15 @@ def sampling_from_config(config: SamplingConfig, eos_token_ids: Iterable[int]) -
     )
 
 
-def find_eos_token_ids(model_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
+def find_eos_token_ids(model_path: str | Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     """Every id at which the model ends a response: the tokenizer's EOS and those of `generation_config.json`.
 
     Only the ids are read from that file. Its sampling parameters (a top-k, a penalty) never take effect: they would make the
     sampled distribution differ from the trained one.
+
+    Args:
+        model_path: checkpoint directory.
+        tokenizer_eos: `tokenizer.eos_token_id`.
 
     Returns:
         Ids in ascending order, at least one.
@@ -98,8 +102,8 @@ def find_eos_token_ids(model_path: str | Path, tokenizer: Any) -> tuple[int, ...
         ValueError: neither the tokenizer nor the model directory names an EOS.
     """
     found: set[int] = set()
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        found.add(int(tokenizer.eos_token_id))
+    if tokenizer_eos is not None:
+        found.add(tokenizer_eos)
     file = Path(model_path) / "generation_config.json"
     if file.is_file():
         listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
