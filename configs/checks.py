@@ -1,0 +1,425 @@
+"""Settings that don't fit together, found before anything starts; each names the setting, the level it breaks, the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from configs.problems import Problem
+from configs.roles import needs_critic, needs_groups, needs_reference
+from configs.schema import Config, DataSourceConfig, FsdpConfig, SamplingConfig
+
+LABEL = re.compile(r"[A-Za-z0-9_.-]+")
+
+# Arguments of vLLM's engine that a setting of ours decides -> that setting, below `rollout` or `reward.model`.
+OWNED_ENGINE_ARGS = {
+    "model": "path",
+    "tokenizer": "tokenizer",
+    "seed": "seed",
+    "dtype": "dtype",
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "kv_cache_memory_bytes": "kv_cache_mib",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "enforce_eager": "enforce_eager",
+}
+
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Sampling settings that must stay neutral in training: otherwise the sampled distribution isn't the trained one."""
+
+
+def cross_check(config: Config) -> list[Problem]:
+    """Every contradiction between settings; empty when the run can start."""
+    checks = (_batch, _data, _sampling, _context, _algorithm, _reward, _engines, _devices)
+    problems = [problem for check in checks for problem in check(config)]
+    if config.full_determinism:
+        problems += _determinism(config)
+    return problems + list(_followers(config))
+
+
+def warn(config: Config) -> list[Problem]:
+    """What is allowed but probably not meant."""
+    return list(_warnings(config))
+
+
+def force(config: Config) -> tuple[Config, list[Problem]]:
+    """The configuration with what full determinism decides by itself, and why."""
+    model = config.reward.model
+    if not config.full_determinism or model.path is None or model.max_num_seqs == 1:
+        return config, []
+    warning = Problem(
+        "reward.model.max_num_seqs",
+        f"{model.max_num_seqs} is overridden to 1 by full_determinism: a score must not depend on which other responses are in its batch",
+        level="D3",
+    )
+    reward = dataclasses.replace(config.reward, model=dataclasses.replace(model, max_num_seqs=1))
+    return dataclasses.replace(config, reward=reward), [warning]
+
+
+def rollout_context(config: Config) -> int:
+    """Tokens of the rollout engines' context: `rollout.max_model_len`, or the longest prompt and response that may occur."""
+    if config.rollout.max_model_len is not None:
+        return config.rollout.max_model_len
+    return config.data.max_prompt_tokens + max(sampling.max_new_tokens for _, sampling in _samplings(config))
+
+
+def _samplings(config: Config) -> Iterator[tuple[str, SamplingConfig]]:
+    yield "rollout.sampling", config.rollout.sampling
+    yield "rollout.validation", config.rollout.validation
+    if config.rollout.validation_sampled is not None:
+        yield "rollout.validation_sampled", config.rollout.validation_sampled
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------------
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    """Sequences -> mini-batches -> leaves -> ranks must divide without rest."""
+    prompts, samples, ranks = config.data.prompts_per_step, config.rollout.sampling.n, config.launcher.num_ranks
+    total = prompts * samples
+    updated = [("actor", config.actor)] + ([("critic", config.critic)] if needs_critic(config) else [])  # type: ignore[list-item]
+    for role, part in updated:
+        size, leaf = part.mini_batch_size, part.fsdp.leaf_size
+        if total % size:
+            yield Problem(
+                f"{role}.mini_batch_size",
+                f"{size} does not divide the {total} sequences of a step (data.prompts_per_step {prompts} x rollout.sampling.n {samples})",
+                f"take a divisor of {total}, such as {_divisor(total, size)}",
+            )
+        if size % leaf:
+            yield Problem(
+                f"{role}.fsdp.leaf_size",
+                f"{leaf} does not divide {role}.mini_batch_size {size}",
+                f"take a divisor of {size}, such as {_divisor(size, leaf)}",
+            )
+        elif (size // leaf) % ranks:
+            yield Problem(
+                f"{role}.mini_batch_size",
+                f"{size} has {size // leaf} leaves of {leaf} sequences, which launcher.num_ranks {ranks} ranks can't share equally",
+                f"take a multiple of {leaf * ranks}, a smaller {role}.fsdp.leaf_size, or another number of ranks",
+            )
+    leaf = config.ref.fsdp.leaf_size
+    if needs_reference(config) and total % (leaf * ranks):
+        yield Problem(
+            "ref.fsdp.leaf_size",
+            f"{leaf} x launcher.num_ranks {ranks} does not divide the {total} sequences of a step",
+            "take that of the actor",
+        )
+
+
+def _divisor(total: int, near: int) -> int:
+    """The divisor of `total` nearest to `near`, the smaller of two."""
+    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - near), d))
+
+
+def _context(config: Config) -> Iterator[Problem]:
+    """Prompt and response must fit into the engine."""
+    context, prompt = config.rollout.max_model_len, config.data.max_prompt_tokens
+    for key, sampling in _samplings(config):
+        if context is not None and prompt + sampling.max_new_tokens > context:
+            yield Problem(
+                f"{key}.max_new_tokens",
+                f"data.max_prompt_tokens {prompt} + {sampling.max_new_tokens} new tokens exceed rollout.max_model_len {context}",
+                f"set rollout.max_model_len to at least {prompt + sampling.max_new_tokens}, or null",
+            )
+
+
+# --- data and sampling ---------------------------------------------------------------------------------------------
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    if not config.data.train:
+        yield Problem("data.train", "is empty", "choose a data option (data=tiny) or list a source")
+    for split in ("train", "validation"):
+        sources: list[DataSourceConfig] = getattr(config.data, split)
+        yield from _labels(f"data.{split}", [source.name for source in sources])
+    generated = [source for source in config.data.train if source.kind == "reasoning_gym"]
+    rows = sum(source.size for source in generated)
+    if generated == config.data.train and 0 < rows < config.data.prompts_per_step:
+        yield Problem(
+            "data.prompts_per_step",
+            f"{config.data.prompts_per_step} prompts a step, but the training sources generate only {rows}",
+            "raise the sources' size",
+        )
+    trained = {_task(source) for source in generated}
+    for i, source in enumerate(config.data.validation):
+        if source.kind == "reasoning_gym" and _task(source) in trained:
+            yield Problem(
+                f"data.validation.{i}",
+                f"source {source.name!r} generates the same rows as a training source, so nothing is held out",
+                "give it another name or another seed",
+            )
+    if any(source.streaming and source.kind != "dataset" for source in config.data.train + config.data.validation):
+        yield Problem("data", "streaming is for sources of kind `dataset`", "set streaming=false for generated tasks")
+    if config.trainer.total_epochs is not None and any(source.streaming for source in config.data.train):
+        yield Problem("trainer.total_epochs", "a streamed source has no known epoch", "use trainer.total_steps")
+
+
+def _task(source: DataSourceConfig) -> tuple[str, str, str]:
+    seed = source.name if source.seed is None else str(source.seed)
+    return source.path, repr(sorted(source.params.items())), seed
+
+
+def _labels(key: str, names: list[str]) -> Iterator[Problem]:
+    """Names that become parts of ids and of metrics."""
+    for i, name in enumerate(names):
+        if not LABEL.fullmatch(name):
+            yield Problem(f"{key}.{i}.name", f"{name!r} may hold letters, digits, `_`, `.` and `-` only")
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield Problem(key, f"the name {name!r} is given {count} times", "names must be unique")
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    training = config.rollout.sampling
+    if training.temperature == 0:
+        yield Problem(
+            "rollout.sampling.temperature",
+            "0 is greedy: every sample of a prompt is the same and its log-probability under the policy is undefined",
+            "take a value above 0 (1.0 samples the policy itself)",
+        )
+    for name, neutral in NEUTRAL.items():
+        value = getattr(training, name)
+        if value != neutral:
+            yield Problem(
+                f"rollout.sampling.{name}",
+                f"{value} would sample from another distribution than the one that is trained",
+                f"set it to {neutral}; rollout.validation may differ",
+            )
+    for key, sampling in _samplings(config):
+        if sampling.seed is not None and sampling.n > 1 and sampling.temperature > 0 and config.full_determinism:
+            yield Problem(
+                f"{key}.seed",
+                f"one seed ({sampling.seed}) for {sampling.n} samples of a prompt makes them copies of each other",
+                "set it to null: each sample then gets its own seed, derived from rollout.seed",
+                level="D1",
+            )
+    sampled = config.rollout.validation_sampled
+    if sampled is not None and sampled.temperature == 0:
+        yield Problem(
+            "rollout.validation_sampled.temperature",
+            "0 is greedy, as rollout.validation is for",
+            "take a value above 0, or set rollout.validation_sampled to null",
+        )
+
+
+# --- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def _algorithm(config: Config) -> Iterator[Problem]:
+    algorithm, samples = config.algorithm, config.rollout.sampling.n
+    name = algorithm.advantage.name
+    if needs_groups(config) and samples < 2:
+        yield Problem(
+            "rollout.sampling.n",
+            f"{samples} sample a prompt, but {name} compares the samples of a prompt",
+            "take 2 or more",
+        )
+    if algorithm.truncated == "bootstrap" and not needs_critic(config):
+        yield Problem(
+            "algorithm.truncated",
+            f"bootstrap needs a critic's values, and {name} has none",
+            "use keep, mask or penalise, or gae",
+        )
+    if config.critic.warmup_steps and not needs_critic(config):
+        yield Problem(
+            "critic.warmup_steps",
+            f"{config.critic.warmup_steps} steps would train nothing: {name} has no critic",
+            "set it to 0",
+        )
+    buffer, cap = algorithm.overlong_buffer, config.rollout.sampling.max_new_tokens
+    if buffer > cap:
+        yield Problem(
+            "algorithm.overlong_buffer",
+            f"{buffer} tokens are more than rollout.sampling.max_new_tokens {cap}",
+            "take fewer",
+        )
+    low, high = algorithm.rollout_correction.sequence_mask_low, algorithm.rollout_correction.sequence_mask_high
+    if low is not None and high is not None and low >= high:
+        yield Problem(
+            "algorithm.rollout_correction.sequence_mask_low", f"{low} leaves nothing below sequence_mask_high {high}"
+        )
+    yield from _kl(config)
+
+
+def _kl(config: Config) -> Iterator[Problem]:
+    kl = config.algorithm.kl
+    if kl.placement == "none" and (kl.coef > 0 or kl.controller == "adaptive"):
+        what = f"coef {kl.coef}" if kl.coef > 0 else "the adaptive controller"
+        yield Problem(
+            "algorithm.kl.placement",
+            f"none, so {what} would have no effect",
+            "set it to reward or loss, or algorithm.kl.coef=0 and controller=fixed",
+        )
+    if kl.controller == "adaptive" and kl.coef == 0:
+        yield Problem(
+            "algorithm.kl.coef",
+            "the adaptive controller multiplies, so it can never leave 0",
+            "give it a first value above 0",
+        )
+    if kl.estimator == "full" and kl.placement == "reward":
+        yield Problem(
+            "algorithm.kl.estimator",
+            "full needs the whole vocabulary's logits, which only the loss has",
+            "use algorithm.kl.placement=loss, or k1",
+        )
+
+
+def _reward(config: Config) -> Iterator[Problem]:
+    reward = config.reward
+    names = [function.name for function in reward.functions]
+    yield from _labels("reward.functions", names)
+    if "model" in names:
+        yield Problem("reward.functions", "the name 'model' belongs to the reward model", "choose another name")
+    weights = [function.weight for function in reward.functions] + ([reward.model.weight] if reward.model.path else [])
+    if not weights:
+        yield Problem(
+            "reward", "there is no source of rewards", "set reward.model.path or list a function in reward.functions"
+        )
+    elif not any(weights):
+        yield Problem("reward", "every source has weight 0, so there is nothing to learn", "give one a weight")
+
+
+# --- engines and devices -------------------------------------------------------------------------------------------
+
+
+def _engines(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        yield Problem(
+            "rollout.max_num_batched_tokens",
+            f"{rollout.max_num_batched_tokens} is below rollout.max_num_seqs {rollout.max_num_seqs}",
+            "every running sequence needs one token of an engine step",
+        )
+    for key, arguments in (("rollout", rollout.engine_args), ("reward.model", config.reward.model.engine_args)):
+        for name in arguments:
+            if name in OWNED_ENGINE_ARGS:
+                yield Problem(
+                    f"{key}.engine_args.{name}", "another setting decides it", _owner(key, OWNED_ENGINE_ARGS[name])
+                )
+
+
+def _owner(key: str, name: str) -> str:
+    known = {
+        field.name for field in dataclasses.fields(Config().rollout if key == "rollout" else Config().reward.model)
+    }
+    if name in known:
+        return f"use {key}.{name}"
+    return f"use model.{name}" if key == "rollout" and name in ("path", "tokenizer") else "leave it out"
+
+
+def _devices(config: Config) -> Iterator[Problem]:
+    if config.launcher.device != "cpu":
+        return
+    if config.rollout.tensor_parallel_size > 1:
+        yield Problem(
+            "rollout.tensor_parallel_size",
+            f"{config.rollout.tensor_parallel_size} needs GPUs, but launcher.device is cpu",
+            "set it to 1",
+        )
+    for role, fsdp in _fsdp(config):
+        if fsdp.attention == "flash_attention_2":
+            yield Problem(
+                f"{role}.fsdp.attention", "flash_attention_2 needs a GPU, but launcher.device is cpu", "use sdpa"
+            )
+
+
+def _fsdp(config: Config) -> Iterator[tuple[str, FsdpConfig]]:
+    yield "actor", config.actor.fsdp
+    if needs_critic(config):
+        yield "critic", config.critic.fsdp
+    if needs_reference(config):
+        yield "ref", config.ref.fsdp
+
+
+# --- full determinism ----------------------------------------------------------------------------------------------
+
+
+def _followers(config: Config) -> Iterator[Problem]:
+    """Every role follows the root switch."""
+    for role in ("rollout", "reward"):
+        value = getattr(config, role).full_determinism
+        if value != config.full_determinism:
+            yield Problem(
+                f"{role}.full_determinism",
+                f"{str(value).lower()}, but full_determinism is {str(config.full_determinism).lower()}: half a promise is none",
+                f"leave {role}.full_determinism out and set full_determinism alone",
+            )
+
+
+def _determinism(config: Config) -> Iterator[Problem]:
+    """What would break a level (DESIGN: the contract); refused, because a warning would leave the promise broken."""
+    off = "or full_determinism=false"
+    ranks = config.launcher.num_ranks
+    if ranks & (ranks - 1):
+        yield Problem(
+            "launcher.num_ranks",
+            f"{ranks} ranks can't sum gradients in the same tree as 1, 2 or 4",
+            f"take a power of two, {off}",
+            level="D4",
+        )
+    roles = [("actor", config.actor.optim)] + ([("critic", config.critic.optim)] if needs_critic(config) else [])
+    for role, optim in roles:
+        if optim.fused:
+            yield Problem(
+                f"{role}.optim.fused",
+                "the fused AdamW's bits depend on the length of the shard",
+                f"set it to false, {off}",
+                level="D4",
+            )
+    for role, fsdp in _fsdp(config):
+        if fsdp.attention == "flash_attention_2":
+            yield Problem(
+                f"{role}.fsdp.attention",
+                "the backward pass of flash_attention_2 adds in no fixed order",
+                f"use sdpa, {off}",
+                level="D1",
+            )
+    staleness = config.rollout.max_head_offpolicyness
+    if staleness:
+        yield Problem(
+            "rollout.max_head_offpolicyness",
+            f"{staleness}: which weights sample a token would depend on timing (levels D1 and D5 too)",
+            f"set it to 0, {off}",
+            level="D3",
+        )
+
+
+# --- warnings ------------------------------------------------------------------------------------------------------
+
+
+def _warnings(config: Config) -> Iterator[Problem]:
+    if not config.data.validation and (config.trainer.validate_every or config.trainer.validate_at_start):
+        yield Problem("data.validation", "is empty, so no validation takes place")
+    longest = rollout_context(config)
+    model = config.reward.model
+    if model.path is not None and model.max_model_len is not None and model.max_model_len < longest:
+        yield Problem(
+            "reward.model.max_model_len",
+            f"{model.max_model_len} is below the rollout's {longest}: long responses may not fit",
+        )
+    if config.full_determinism and config.reward.functions and config.reward.on_error != "fail":
+        yield Problem(
+            "reward.on_error",
+            f"{config.reward.on_error} turns a function that overruns its time limit into a result, and time is not repeatable",
+            "on_error=fail stops instead",
+            level="D1",
+        )
+    for role in ("rollout", "data"):
+        seed = getattr(config, role).seed
+        if seed != config.seed:
+            yield Problem(
+                f"{role}.seed", f"{seed} differs from seed {config.seed}; it does not follow when seed is changed"
+            )

@@ -1,0 +1,54 @@
+"""Which trained or frozen models a configuration needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from configs.limits import is_reference
+from configs.schema import Config
+
+CRITIC_ESTIMATORS = ("gae",)
+GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
+
+
+def roles_needed(config: Config) -> list[str]:
+    """`actor`, then `critic` and `ref` where something reads them.
+
+    Raises:
+        ValueError: the advantage estimator is a user's function that can't be imported.
+    """
+    roles = ["actor"]
+    if needs_critic(config):
+        roles.append("critic")
+    if needs_reference(config):
+        roles.append("ref")
+    return roles
+
+
+def needs_critic(config: Config) -> bool:
+    """Whether the advantage estimator reads values."""
+    name = config.algorithm.advantage.name
+    return name in CRITIC_ESTIMATORS or bool(_mark(name, "needs_critic"))
+
+
+def needs_groups(config: Config) -> bool:
+    """Whether the advantage estimator compares the samples of a prompt."""
+    name = config.algorithm.advantage.name
+    return name in GROUP_ESTIMATORS or bool(_mark(name, "needs_groups"))
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether a KL to the reference is computed."""
+    kl = config.algorithm.kl
+    return kl.placement != "none" and (kl.coef > 0 or kl.controller == "adaptive")
+
+
+def _mark(name: str, mark: str) -> Any:
+    """What a user's estimator says about itself (the `estimator` decorator of trainer/advantages.py)."""
+    if not is_reference(name):
+        return False
+    # The one import from a folder that imports this one: only a user's function can say what it needs, and one loader
+    # must serve every place, so that a file is one module. Inside the function, so that there is no cycle.
+    from trainer.registry import load_reference
+
+    return getattr(load_reference(name), mark, False)
