@@ -93,16 +93,9 @@ def compose_files(
     from hydra.errors import HydraException
     from hydra.types import RunMode
 
-    known = group_options(dirs)
-    problems = [
-        _unknown_option(group, name, known[group]) for group, name in groups.items() if name not in known[group]
-    ]
     if experiment is not None and "experiment" in groups:
-        problems.append(
-            Problem("experiment", f"{groups['experiment']} and the file {experiment} are both given", "choose one")
-        )
-    if problems:
-        raise ConfigError(problems)
+        text = f"{groups['experiment']} and the file {experiment} are both given"
+        raise ConfigError([Problem("experiment", text, "choose one")])
     lines = [f"{group}={name}" for group, name in groups.items()]
     if dirs:
         lines.append("hydra.searchpath=[" + ",".join(f"'file://{_quoted(directory)}'" for directory in dirs) + "]")

@@ -39,7 +39,7 @@ FOREIGN_NAMES = {
     "deterministic": "full_determinism",
 }
 
-CUTOFF = 0.6
+CUTOFF = 0.7
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:
@@ -49,7 +49,7 @@ def nearest(word: str, options: Iterable[str]) -> str | None:
         >>> nearest("tinny", ["micro", "tiny"])
         'tiny'
     """
-    found = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=CUTOFF)
+    found = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=0.6)
     return found[0] if found else None
 
 
