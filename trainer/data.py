@@ -3,8 +3,7 @@
     DataConfig --sources.py--> rows --prompts.py--> Prompt --PromptSampler--> the prompts of step 1, 2, ...
 
 Order. A source is read in *passes*. Pass p visits its rows in an order that is a function of (seed, source name, p) only. Which source
-gives the next prompt is decided by weight, by the largest deficit: after any number of draws each source is within one draw of its share
-(two sources) of the whole. No generator has a state, so the position is a few integers.
+gives the next prompt is decided by weight: always the source that is furthest behind its share. No generator has a state, so the position is a few integers.
 
 Passes never end inside a batch: when a source has fewer rows left than the batch takes from it, these rows are left out of the pass
 (and logged) and the next pass begins. So no prompt occurs twice in a batch, and with one source an epoch is a pass.
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -29,6 +29,7 @@ from trainer.sources import SourceError, SourceRow, load_rows, open_stream, over
 logger = logging.getLogger(__name__)
 
 STATE_VERSION = 1
+_CHECKED_BATCHES = 1000
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,10 @@ class RowCursor:
             self._pass += 1
             self._position = 0
             self._order = self._order_of(self._pass)
+            if len(self._order) < count:
+                raise SourceError(
+                    f"data source {self._source.name!r} has {len(self._order)} rows, and a step takes {count} from it"
+                )
         rows = self._order[self._position : self._position + count]
         self._position += count
         return [self._source.prompts[row] for row in rows]
@@ -230,6 +235,9 @@ class StreamCursor:
         self._source = source
         self._seed = seed
         self._shuffle = shuffle
+        self._rows: list[Prompt] = []
+        self._last = False
+        self._position = 0
         self._go_to(0, 0, 0)
 
     def take(self, count: int) -> list[Prompt]:
@@ -304,9 +312,7 @@ class PromptSampler:
         self._batch = prompts_per_step
         self._step = 0
         self._drawn = [0] * len(self._sources)
-        # The written decimal, not the float's bits: 0.1 and 0.3 then share as 1 to 3, exactly.
-        weights = [Fraction(str(source.weight)) for source in self._sources]
-        self._shares = [weight / sum(weights) for weight in weights]
+        self._weights = _whole_weights([source.weight for source in self._sources])
         self._check_rows()
         self._cursors: list[Cursor] = [
             RowCursor(source, seed, shuffle) if source.stream is None else StreamCursor(source, seed, shuffle)
@@ -344,8 +350,10 @@ class PromptSampler:
 
     def next_batch(self) -> list[Prompt]:
         """The next step's prompts, `prompts_per_step` of them, no two of one id."""
-        slots = self._schedule()
-        taken = [iter(cursor.take(slots.count(index))) for index, cursor in enumerate(self._cursors)]
+        slots = _next_slots(self._weights, self._drawn, self._batch)
+        counts = [slots.count(index) for index in range(len(self._sources))]
+        taken = [iter(cursor.take(count)) for cursor, count in zip(self._cursors, counts, strict=True)]
+        self._drawn = [drawn + count for drawn, count in zip(self._drawn, counts, strict=True)]
         self._step += 1
         return [next(taken[index]) for index in slots]
 
@@ -355,10 +363,10 @@ class PromptSampler:
             "version": STATE_VERSION,
             "step": self._step,
             "prompts_per_step": self._batch,
-            "sources": {
-                source.name: {"drawn": drawn, **cursor.state_dict()}
+            "sources": [
+                {"name": source.name, "drawn": drawn, **cursor.state_dict()}
                 for source, drawn, cursor in zip(self._sources, self._drawn, self._cursors, strict=True)
-            },
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -374,29 +382,55 @@ class PromptSampler:
                 f"the sampler's state was saved with data.prompts_per_step={state['prompts_per_step']}, now it is {self._batch}"
             )
         names = [source.name for source in self._sources]
-        if list(state["sources"]) != names:
-            raise ValueError(f"the sampler's state is of the sources {list(state['sources'])}, the data has {names}")
+        saved = [source["name"] for source in state["sources"]]
+        if saved != names:
+            raise ValueError(f"the sampler's state is of the sources {saved}, the data has {names}")
         self._step = state["step"]
-        self._drawn = [state["sources"][name]["drawn"] for name in names]
-        for name, cursor in zip(names, self._cursors, strict=True):
-            cursor.load_state_dict(state["sources"][name])
-
-    def _schedule(self) -> list[int]:
-        """Source of each of the batch's prompts: always the one furthest behind its share, the first named at a tie."""
-        slots = []
-        for draw in range(sum(self._drawn) + 1, sum(self._drawn) + 1 + self._batch):
-            deficits = [share * draw - drawn for share, drawn in zip(self._shares, self._drawn, strict=True)]
-            chosen = deficits.index(max(deficits))
-            self._drawn[chosen] += 1
-            slots.append(chosen)
-        return slots
+        self._drawn = [source["drawn"] for source in state["sources"]]
+        for source, cursor in zip(state["sources"], self._cursors, strict=True):
+            cursor.load_state_dict(source)
 
     def _check_rows(self) -> None:
-        for source, share in zip(self._sources, self._shares, strict=True):
-            # A batch takes at most the share, rounded up, and one more where the schedule catches up.
-            most = self._batch if len(self._sources) == 1 else min(self._batch, -(-share * self._batch // 1) + 1)
-            if source.stream is None and len(source.prompts) < most:
+        most = _most_per_batch(self._weights, self._batch)
+        for source, count in zip(self._sources, most, strict=True):
+            if source.stream is None and len(source.prompts) < count:
                 raise SourceError(
-                    f"data source {source.name!r} has {len(source.prompts)} rows, and a step takes up to {most} from it "
-                    f"(data.prompts_per_step={self._batch}, share {float(share):.3g}); give it more rows, or lower its weight or the batch"
+                    f"data source {source.name!r} has {len(source.prompts)} rows, and a step takes up to {count} from it "
+                    f"(data.prompts_per_step={self._batch}); give it more rows, or lower its weight or the batch"
                 )
+
+
+def _whole_weights(weights: Sequence[float]) -> list[int]:
+    """Whole numbers in the ratio of the weights, as they are written: 0.1 and 0.3 give 1 and 3, exactly."""
+    fractions = [Fraction(str(weight)) for weight in weights]
+    scale = math.lcm(*(fraction.denominator for fraction in fractions))
+    whole = [int(fraction * scale) for fraction in fractions]
+    common = math.gcd(*whole)
+    return [weight // common for weight in whole]
+
+
+def _next_slots(weights: Sequence[int], drawn: Sequence[int], count: int) -> list[int]:
+    """Sources of the next `count` prompts, after `drawn` of each: always the one furthest behind its share, the first at a tie."""
+    total = sum(weights)
+    now = list(drawn)
+    slots = []
+    for draw in range(sum(drawn) + 1, sum(drawn) + 1 + count):
+        deficits = [weight * draw - total * taken for weight, taken in zip(weights, now, strict=True)]
+        chosen = deficits.index(max(deficits))
+        now[chosen] += 1
+        slots.append(chosen)
+    return slots
+
+
+def _most_per_batch(weights: Sequence[int], batch: int) -> list[int]:
+    """The most prompts that each source gives to one batch, over a period of the schedule (or its first thousand batches)."""
+    drawn = [0] * len(weights)
+    most = [0] * len(weights)
+    for _ in range(_CHECKED_BATCHES):
+        slots = _next_slots(weights, drawn, batch)
+        counts = [slots.count(index) for index in range(len(weights))]
+        drawn = [old + new for old, new in zip(drawn, counts, strict=True)]
+        most = [max(old, new) for old, new in zip(most, counts, strict=True)]
+        if sum(drawn) % sum(weights) == 0:  # everybody has exactly its share: from here on it repeats
+            break
+    return most
