@@ -24,7 +24,7 @@ class RunConfig:
     dir: str = "runs/${run.name}"
     """Run directory: config.yaml, manifest.json, ledger.jsonl, metrics.jsonl, episodes/, checkpoints/, logs/, wandb/."""
     resume: str = "never"
-    """`never`: a used directory is refused. `auto`: continue from the newest complete checkpoint, or start when there is none."""
+    """`never`: a used directory is refused. `auto`: continue from the newest complete checkpoint, or start when there is none. A number: continue from the checkpoint of that step."""
     resume_allow: list[str] = field(default_factory=list)
     """Dotted config keys which may differ from the run that is resumed, beyond those that never change results."""
 
@@ -262,7 +262,7 @@ class RolloutConfig:
     dtype: str = "float32"
     """Engine's compute type: float32 or bfloat16."""
     max_model_len: int | None = None
-    """Engine context; null takes `data.max_prompt_tokens + sampling.max_new_tokens`."""
+    """Engine context; null takes `data.max_prompt_tokens` plus the largest `max_new_tokens` of training and validation."""
     max_num_seqs: int = 64
     """Sequences an engine runs at once. Does not change bits under full determinism."""
     max_num_batched_tokens: int = 8192
