@@ -8,13 +8,13 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from determinism import digest
 from determinism.digest import combine, digest_tensor, digest_value, module_digest, shard_digest, tensor_digests
 from determinism.seeds import torch_generator
+from tests.determinism.gloo import on_ranks
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
