@@ -90,7 +90,9 @@ def compare_runs(a: Run, b: Run) -> Comparison:
             equal = phase in one and phase in two and _equal(one[phase], two[phase])
             grid[step][phase] = equal
             if not equal and divergence is None:
-                divergence = Divergence(step, phase, one.get(phase), two.get(phase), first_value_difference(a, b, step, phase))
+                divergence = Divergence(
+                    step, phase, one.get(phase), two.get(phase), first_value_difference(a, b, step, phase)
+                )
     return Comparison(a.name, b.name, fields, divergence, grid)
 
 
@@ -127,7 +129,9 @@ def describe(comparison: Comparison) -> str:
     lines.append(f"  DIFFERENT: {unequal} of {checked} digests; first at step {where.step}, phase {where.phase}")
     lines.append(f"    {where.a} | {where.b}")
     if where.a is None or where.b is None:
-        lines.append(f"    {comparison.a if where.a is None else comparison.b} has no such record (did it stop earlier?)")
+        lines.append(
+            f"    {comparison.a if where.a is None else comparison.b} has no such record (did it stop earlier?)"
+        )
     elif where.detail is not None:
         lines.append(f"    {where.detail.describe()}")
     else:
@@ -141,10 +145,14 @@ def build_parser() -> argparse.ArgumentParser:
         prog="exactrl compare",
         description="Compare any number of runs to the first, bit by bit. Exit code: 0 same, 1 different, 2 not comparable.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, W&B offline directory, or entity/project/id")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directory, W&B offline directory, or entity/project/id"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--png", type=Path, metavar="FILE", help="overlay the runs' curves in a PNG")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained report: curves, grid, first divergence")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a self-contained report: curves, grid, first divergence"
+    )
     parser.add_argument(
         "--metric",
         action="append",

@@ -44,7 +44,13 @@ def plot_curves(runs: Sequence[Run], metrics: Sequence[str], target: Path | io.B
         for i, run in enumerate(runs):
             points = [(step, values[metric]) for step, values in sorted(run.metrics.items()) if metric in values]
             width = 4.0 if i == 0 and len(runs) > 1 else 1.8
-            axis.plot(*zip(*points, strict=True) if points else ([], []), STYLES[i % 4], label=run.name, linewidth=width, alpha=0.45 if width > 2 else 1)
+            axis.plot(
+                *zip(*points, strict=True) if points else ([], []),
+                STYLES[i % 4],
+                label=run.name,
+                linewidth=width,
+                alpha=0.45 if width > 2 else 1,
+            )
         axis.set_title(metric)
         axis.set_xlabel("step")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -73,7 +79,10 @@ def _comparison(comparison: Comparison) -> str:
 
     verdict = "same" if comparison.same else "different"
     title = f"{html.escape(comparison.a)} against {html.escape(comparison.b)}"
-    parts = [f'<h2>{title}: <span class="{verdict}">{verdict}</span></h2>', f"<pre>{html.escape(describe(comparison))}</pre>"]
+    parts = [
+        f'<h2>{title}: <span class="{verdict}">{verdict}</span></h2>',
+        f"<pre>{html.escape(describe(comparison))}</pre>",
+    ]
     parts.append(_grid(comparison))
     if comparison.fields:
         parts.append("<h3>Differing manifest fields</h3>" + _table([(d.field, d.a, d.b) for d in comparison.fields]))

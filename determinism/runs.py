@@ -50,7 +50,9 @@ def load_run(source: str) -> Run:
         logs = sorted(path.glob("*.wandb"))
         if logs:
             return Run(source, None, metrics=_metrics_of(_offline_rows(logs[0])))
-        raise NotComparableError(f"{source}: neither ledger.jsonl nor metrics.jsonl nor a .wandb file is in this directory")
+        raise NotComparableError(
+            f"{source}: neither ledger.jsonl nor metrics.jsonl nor a .wandb file is in this directory"
+        )
     if source.count("/") == 2 and not source.startswith((".", "/")):
         return Run(source, None, metrics=_metrics_of(_online_rows(source)))
     raise NotComparableError(f"{source}: no such directory (a W&B run is written entity/project/id)")

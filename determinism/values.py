@@ -55,7 +55,9 @@ def tensor_difference(a: Tensor, b: Tensor, name: str, phase: str, rows: list[li
     import torch
 
     if a.shape != b.shape or a.dtype != b.dtype:
-        return ValueDifference(f"{name}: shape or dtype", f"{a.dtype}{list(a.shape)}", f"{b.dtype}{list(b.shape)}", None, 0)
+        return ValueDifference(
+            f"{name}: shape or dtype", f"{a.dtype}{list(a.shape)}", f"{b.dtype}{list(b.shape)}", None, 0
+        )
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     different = (_bits(flat_a) != _bits(flat_b)).nonzero().reshape(-1)
     if not len(different):

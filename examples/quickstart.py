@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-ACCURACY = "val/reward/verifier/mean"
+ACCURACY = "val/reward/correct/mean"
 SCORE = "critic/score/mean"
 
 
@@ -47,7 +47,9 @@ def main() -> int:
     """Build, train twice, compare, plot; exit code 0 when the two runs agree in every bit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30, help="PPO steps of each run (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="where the runs go (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/quickstart"), help="where the runs go (default: %(default)s)"
+    )
     parser.add_argument("--launcher", default="ray", help="ray or auto (default: %(default)s)")
     args = parser.parse_args()
 
@@ -62,7 +64,17 @@ def main() -> int:
     report(runs[0])
     picture, page = args.out / "reward.png", args.out / "report.html"
     print("\n== do the two runs agree?", flush=True)
-    compare = [sys.executable, "-m", "trainer.cli", "compare", *map(str, runs), "--png", str(picture), "--html", str(page)]
+    compare = [
+        sys.executable,
+        "-m",
+        "trainer.cli",
+        "compare",
+        *map(str, runs),
+        "--png",
+        str(picture),
+        "--html",
+        str(page),
+    ]
     code = subprocess.run([*compare, "--metric", SCORE, "--metric", ACCURACY], check=False).returncode
     print(f"\nThe runs are in {args.out}: reward curves in {picture.name}, the full comparison in {page.name}.")
     return code

@@ -95,7 +95,6 @@ class Rollout:
         self.group = group
         self.decode = decode
         self.run_seed = run_seed
-        self.version = 0
 
     def generate(
         self,
@@ -118,7 +117,6 @@ class Rollout:
         per_replica = self.group.run("generate", assign(requests, self.group.size))
         return episodes_from(prompts, requests, gather(requests, per_replica), self.decode)
 
-    def load_weights(self, handle: Any) -> None:
-        """Give every engine the actor's weights and clear what was cached under the old ones."""
-        self.version += 1
-        self.group.run("load_weights", tensors=handle, version=self.version)
+    def load_weights(self, handle: Any, version: int) -> None:
+        """Give every engine the actor's weights after `version` training steps and clear what was cached under the old ones."""
+        self.group.run("load_weights", tensors=handle, version=version)

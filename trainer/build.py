@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from configs.compose import to_dict
-from configs.schema import Config
-from configs.validate import roles_needed
 from determinism.environment import process_env
 from determinism.ledger import Ledger
 from reward.manager import RewardManager
+
+from configs.compose import to_dict
+from configs.schema import Config
+from configs.validate import roles_needed
 from rollout.engine import find_eos_token_ids
 from rollout.episodes import Rollout
-from rollout.types import Prompt
 from trainer.checkpoint import CheckpointStore
 from trainer.data import PromptData, PromptSampler
 from trainer.kl import controller
@@ -77,7 +77,9 @@ def resolve_paths(config: Config) -> Config:
         config,
         model=model,
         reward=replace(config.reward, model=reward_model),
-        critic=replace(config.critic, path=path_of("critic.path", config.critic.path) if "critic" in roles else config.critic.path),
+        critic=replace(
+            config.critic, path=path_of("critic.path", config.critic.path) if "critic" in roles else config.critic.path
+        ),
         ref=replace(config.ref, path=path_of("ref.path", config.ref.path) if "ref" in roles else config.ref.path),
     )
 
@@ -102,7 +104,11 @@ def load_inputs(config: Config) -> Inputs:
         )
     context = config.rollout.max_model_len or (
         config.data.max_prompt_tokens
-        + max(s.max_new_tokens for s in (config.rollout.sampling, config.rollout.validation, config.rollout.validation_sampled) if s)
+        + max(
+            s.max_new_tokens
+            for s in (config.rollout.sampling, config.rollout.validation, config.rollout.validation_sampled)
+            if s
+        )
     )
     return Inputs(
         tokenizer=tokenizer,
@@ -120,7 +126,9 @@ def trainer_group(config: Config, launcher: Launcher, roles: list[str]) -> Worke
     return launcher.trainer_group(functools.partial(TrainerWorker, config, roles), config.launcher.num_ranks)
 
 
-def engine_groups(config: Config, launcher: Launcher, inputs: Inputs, device: str) -> tuple[WorkerGroup, WorkerGroup | None]:
+def engine_groups(
+    config: Config, launcher: Launcher, inputs: Inputs, device: str
+) -> tuple[WorkerGroup, WorkerGroup | None]:
     """Rollout engines, and reward engines when a reward model is set."""
     from reward.model import RewardModelEngine
     from rollout.vllm_engine import VLLMEngine
@@ -132,7 +140,12 @@ def engine_groups(config: Config, launcher: Launcher, inputs: Inputs, device: st
     }
     env = process_env(config.full_determinism, config.determinism.threads, device)
     rollout = functools.partial(
-        VLLMEngine, config.model.path, config=config.rollout, max_model_len=inputs.context, tokenizer=config.model.tokenizer, **shared
+        VLLMEngine,
+        config.model.path,
+        config=config.rollout,
+        max_model_len=inputs.context,
+        tokenizer=config.model.tokenizer,
+        **shared,
     )
     reward = config.reward.model
     scoring = functools.partial(
@@ -208,5 +221,7 @@ def assemble(
         trainers.run("load", path=str(checkpoint.workers))
         ppo.load_state_dict(state)
     launcher.on_main(lambda: None)
-    record_manifest(config, launcher, run, inputs, {"trainer": trainers, "rollout": rollout_group, "reward": reward_group})
+    record_manifest(
+        config, launcher, run, inputs, {"trainer": trainers, "rollout": rollout_group, "reward": reward_group}
+    )
     return ppo

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.problems import UserError
 from trainer.run_dir import step_of
 
 COMPLETE = "COMPLETE"
@@ -28,7 +29,7 @@ STATE = "state.json"
 WORKERS = "workers"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint is damaged or missing; the message names the file and the way out."""
 
 
@@ -81,7 +82,9 @@ class CheckpointStore:
     def complete(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first; contents are not verified here."""
         found = [
-            Checkpoint(path) for path in self.root.glob("step_*") if path.suffix != ".tmp" and (path / COMPLETE).exists()
+            Checkpoint(path)
+            for path in self.root.glob("step_*")
+            if path.suffix != ".tmp" and (path / COMPLETE).exists()
         ]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
@@ -137,7 +140,9 @@ class CheckpointStore:
             if older
             else "There is no older intact one."
         )
-        raise CheckpointError(f"checkpoint {newest.path} is damaged: {damaged} does not have its recorded digest. {way_out}")
+        raise CheckpointError(
+            f"checkpoint {newest.path} is damaged: {damaged} does not have its recorded digest. {way_out}"
+        )
 
     def remove_after(self, step: int) -> None:
         """Drop checkpoints newer than `step` (a resume from an older one makes them another history)."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from configs.schema import Config
+    from trainer.build import Inputs
     from trainer.checkpoint import Checkpoint
+    from trainer.ppo import PPO
     from trainer.run_dir import RunDirectory
     from workers.group import Launcher
 
@@ -33,18 +35,30 @@ def run(config: Config) -> int:
     """Train as configured; returns the exit code.
 
     Raises:
-        ValueError, FileNotFoundError: something about the inputs is wrong; nothing was started.
+        UserError: something about the inputs is wrong; nothing was started.
         WorkerError: a worker failed; carries its traceback.
+    """
+    start(config)
+    return 0
+
+
+def start(config: Config, adjust: Callable[[PPO], None] | None = None, checkpoint: Checkpoint | None = None) -> PPO:
+    """Pin, check, start everything, train, end everything.
+
+    Args:
+        adjust: changes the loop after it was restored (a replay does).
+        checkpoint: restore this one instead of looking in the run directory.
     """
     from determinism.environment import pin_process, reexec_with_hashseed
 
     reexec_with_hashseed(config.full_determinism, config.determinism.threads)
     pin_process(config.full_determinism, config.determinism.threads)
 
-    from trainer.build import load_inputs, resolve_paths
-    from trainer.run_dir import RunDirectory
     from workers.launch import launched_by_torchrun, make_launcher
     from workers.resources import check_resources
+
+    from trainer.build import load_inputs, resolve_paths
+    from trainer.run_dir import RunDirectory
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     config = resolve_paths(config)
@@ -56,9 +70,8 @@ def run(config: Config) -> int:
     with ExitStack() as stack:
         launcher = make_launcher(config, run_directory.path)
         stack.callback(launcher.close)
-        checkpoint = launcher.on_main(lambda: prepare_directory(config, run_directory))
-        train(config, launcher, run_directory, checkpoint, inputs, stack)
-    return 0
+        found = launcher.on_main(lambda: prepare_directory(config, run_directory))
+        return train(config, launcher, run_directory, checkpoint or found, inputs, stack, adjust)
 
 
 def prepare_directory(config: Config, run: RunDirectory) -> Checkpoint | None:
@@ -67,8 +80,9 @@ def prepare_directory(config: Config, run: RunDirectory) -> Checkpoint | None:
     Raises:
         RunDirectoryError, ResumeError, CheckpointError: the directory can't be used as asked.
     """
-    from configs.compose import from_yaml, to_dict, to_yaml
     from determinism.ledger import Ledger
+
+    from configs.compose import from_yaml, to_dict, to_yaml
     from trainer.checkpoint import CheckpointStore
     from trainer.resume import check_resume
     from trainer.run_dir import write_atomically
@@ -91,12 +105,20 @@ def prepare_directory(config: Config, run: RunDirectory) -> Checkpoint | None:
 
 
 def train(
-    config: Config, launcher: Launcher, run: RunDirectory, checkpoint: Checkpoint | None, inputs: Any, stack: ExitStack
-) -> None:
+    config: Config,
+    launcher: Launcher,
+    run: RunDirectory,
+    checkpoint: Checkpoint | None,
+    inputs: Inputs,
+    stack: ExitStack,
+    adjust: Callable[[PPO], None] | None,
+) -> PPO:
     """Start everything, restore, and run the loop."""
     from trainer.build import assemble
 
     ppo = assemble(config, launcher, run, checkpoint, inputs, stack)
+    if adjust is not None:
+        adjust(ppo)
     failed = True
     try:
         ppo.fit()
@@ -106,6 +128,7 @@ def train(
             ppo.parts.record.tracker.close(failed)
     if launcher.is_main:
         logger.info("done: %d steps, everything is in %s", ppo.done, run.path)
+    return ppo
 
 
 if __name__ == "__main__":

@@ -11,14 +11,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-
-from configs.schema import Config
 from determinism.ledger import Ledger
 from reward.manager import RewardManager
+from torch import Tensor
+
+from configs.schema import Config
 from rollout.engine import sampling_from_config
 from rollout.episodes import Rollout
 from rollout.types import Episode, Prompt, Score
@@ -26,11 +27,12 @@ from trainer.advantages import AdvantageInputs, compute_advantages, estimator
 from trainer.checkpoint import CheckpointStore, write_checkpoint
 from trainer.data import PromptSampler
 from trainer.experience import Experience, LeafPlan
-from trainer.kl import AdaptiveKl, FixedKl, kl_estimate, penalised_rewards
-from trainer.losses import policy_loss_from_config, shape_scores, value_loss_from_config
-from trainer.metrics import batch_metrics, mean_metrics
+from trainer.kl import KlController, kl_estimate, penalised_rewards, sequence_kl
+from trainer.losses import policy_loss_from_config, value_loss_from_config
+from trainer.metrics import batch_metrics, mean_metrics, mean_of
 from trainer.models import MiniBatchResult, Models
 from trainer.record import Record
+from trainer.shaping import bootstrap_values, shape_scores, trained_mask
 from trainer.timing import Timing
 from trainer.validation import Validation
 
@@ -53,7 +55,7 @@ class Parts:
     ledger: Ledger
     record: Record
     store: CheckpointStore
-    kl: FixedKl | AdaptiveKl
+    kl: KlController
     on_main: Callable[[Callable[[], Any]], Any]
     pad_id: int
     eos_ids: tuple[int, ...]
@@ -78,18 +80,21 @@ class PPO:
         self.best_validation = -math.inf
         self.sampling = sampling_from_config(config.rollout.sampling, parts.eos_ids)
         self.estimator = estimator(config.algorithm.advantage.name)
-        self.timing = Timing()
+        self.new_timing: Callable[[], Timing] = Timing
+        self.timing = self.new_timing()
+        self.stop_after = total_steps
+        """Last step of this process; a replay stops earlier than the run did."""
 
     def fit(self) -> None:
         """Train from the current state to the last step."""
         trainer = self.config.trainer
-        self.parts.rollout.load_weights(self.parts.models.group.export("export_weights"))
+        self.sync_weights(self.done)
         if self.done == 0 and trainer.validate_at_start:
             self.validate(0, {})
             self.parts.ledger.commit(0)
-        while self.done < self.total_steps:
+        while self.done < self.stop_after:
             step = self.done + 1
-            self.timing = Timing()
+            self.timing = self.new_timing()
             with self.timing("step"):
                 metrics = self.step(step)
             if trainer.validate_every and (step % trainer.validate_every == 0 or step == self.total_steps):
@@ -104,35 +109,46 @@ class PPO:
 
     def step(self, step: int) -> dict[str, float]:
         """One PPO step; returns its metrics."""
-        prompts = self.parts.sampler.next_batch()
         with self.timing("gen"):
-            episodes = self.generate(prompts, step)
+            prompts, episodes = self.next_episodes(step)
         with self.timing("reward"):
             scores, reward_metrics = self.parts.reward.score(episodes)
         experience = Experience.from_episodes(episodes, scores, self.parts.pad_id)
         self.record_experience(step, experience, scores)
         experience, entropy = self.add_logprobs(experience, step)
-        experience = self.add_values(experience, step)
+        experience, bootstrap = self.add_values(experience, step)
+        greedy = self.greedy_scores(prompts, step)
         with self.timing("adv"):
-            experience, advantage_metrics = self.add_advantages(experience)
+            experience, batch = self.add_advantages(experience, bootstrap, greedy)
         with self.timing("update_critic"):
             critic = self.update("critic", experience, step, value_loss_from_config(self.config.algorithm))
         with self.timing("update_actor"):
-            actor = self.update("actor", experience, step, policy_loss_from_config(self.config.algorithm, self.loss_kl_coef))
+            actor = self.update(
+                "actor", experience, step, policy_loss_from_config(self.config.algorithm, self.loss_kl_coef)
+            )
         self.parts.models.end_step()
         with self.timing("sync_weights"):
-            self.parts.rollout.load_weights(self.parts.models.group.export("export_weights"))
+            self.sync_weights(step)
         with self.timing("ledger"):
             self.record_weights()
-        metrics = batch_metrics(experience, self.config.rollout.sampling.max_new_tokens)
-        return {**metrics, **entropy, **reward_metrics, **advantage_metrics, **critic, **actor}
+        staleness = {"rollout/staleness_mean": mean_of([float(step - 1 - e.weight_version) for e in episodes])}
+        return {**batch, **entropy, **reward_metrics, **critic, **actor, **staleness}
+
+    def next_episodes(self, step: int) -> tuple[list[Prompt], list[Episode]]:
+        """The step's prompts and episodes, sampled with the weights of the step before (`async_ppo.py` runs ahead)."""
+        prompts = self.parts.sampler.next_batch()
+        return prompts, self.generate(prompts, step)
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Episode]:
-        """Sample the step's episodes with the weights of the step before."""
+        """Sample the training episodes of `prompts`."""
         sampling = self.config.rollout.sampling
         return self.parts.rollout.generate(
             prompts, self.sampling, n=sampling.n, split="train", step=step, shared_seed=sampling.seed
         )
+
+    def sync_weights(self, step: int) -> None:
+        """Give the engines the actor's weights after `step` training steps."""
+        self.parts.rollout.load_weights(self.parts.models.group.export("export_weights"), step)
 
     def add_logprobs(self, experience: Experience, step: int) -> tuple[Experience, dict[str, float]]:
         """The actor's log-probabilities before any update, and the reference's."""
@@ -151,36 +167,67 @@ class PPO:
                 self.parts.ledger.add("ref_logprobs", experience.tokens.ref_logprobs)
         return experience, {"actor/entropy": float(mean_entropy)}
 
-    def add_values(self, experience: Experience, step: int) -> Experience:
-        """The critic's values before any update."""
+    def add_values(self, experience: Experience, step: int) -> tuple[Experience, Tensor | None]:
+        """The critic's values before any update, and [N] the value after the last token where a cut response continues."""
         if "critic" not in self.parts.roles:
-            return experience
+            return experience, None
         with self.timing("values"):
             plan = self.plan("critic", experience, step)
-            values = plan.paste(self.parts.models.values(plan.cut(experience.tokens)), experience.tokens.input_ids.shape[1])
+            # One column more asks for the value after the last token too; causal attention keeps the others as they are.
+            after_last = (
+                experience.tokens.with_end() if self.config.algorithm.truncated == "bootstrap" else experience.tokens
+            )
+            width = after_last.input_ids.shape[1]
+            values = plan.paste(self.parts.models.values(plan.cut(after_last)), width)
+            last = values.gather(1, experience.tokens.lengths.clamp(max=width - 1)[:, None])[:, 0]
+            values = torch.where(experience.tokens.mask, values[:, : experience.tokens.input_ids.shape[1]], 0.0)
             self.parts.ledger.add("values", values)
-        return experience.with_tokens(old_values=values)
+        return experience.with_tokens(old_values=values), bootstrap_values(
+            last, experience.truncated, self.config.algorithm
+        )
 
-    def add_advantages(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
-        """Token rewards (score at the end, KL penalty along the way), then advantages and returns."""
-        algorithm, tokens = self.config.algorithm, experience.tokens
+    def greedy_scores(self, prompts: Sequence[Prompt], step: int) -> Tensor | None:
+        """[number of prompts] score of each prompt's greedy response, for estimators that compare with it (ReMax)."""
+        if not self.estimator.needs_greedy:
+            return None
+        with self.timing("gen_greedy"):
+            sampling = replace(self.sampling, temperature=0.0)
+            episodes = self.parts.rollout.generate(prompts, sampling, n=1, split="greedy", step=step)
+            scores = self.parts.reward.evaluate(episodes)
+            self.parts.ledger.add("rewards/greedy", [score.total for score in scores])
+        return torch.tensor([0.0 if score.dropped else score.total for score in scores], dtype=torch.float32)
+
+    def add_advantages(
+        self, experience: Experience, bootstrap: Tensor | None, greedy: Tensor | None
+    ) -> tuple[Experience, dict[str, float]]:
+        """Token rewards (score at the end, KL penalty along the way), then advantages and returns; and the batch's metrics."""
+        algorithm, cap = self.config.algorithm, self.config.rollout.sampling.max_new_tokens
+        tokens, ledger = experience.tokens, self.parts.ledger
         metrics: dict[str, float] = {}
-        scores = shape_scores(experience, algorithm, self.config.rollout.sampling.max_new_tokens)
-        kl, coef = torch.zeros_like(tokens.rollout_logprobs), 0.0
-        if tokens.ref_logprobs is not None:
-            kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.mask, algorithm.kl.estimator)
+        scores = shape_scores(experience.scores, tokens.mask.sum(dim=1), experience.truncated, algorithm, cap)
+        kl, coef = None, 0.0
+        if tokens.ref_logprobs is not None and tokens.old_logprobs is not None:
+            kl = kl_estimate(
+                tokens.old_logprobs, tokens.ref_logprobs, tokens.mask, _reward_estimator(algorithm.kl.estimator)
+            )
             coef = self.parts.kl.coef if algorithm.kl.placement == "reward" else 0.0
-            per_sequence = float(kl.double().sum() / max(len(experience), 1))
-            metrics |= {"kl/sequence_mean": per_sequence, "kl/coef": self.parts.kl.coef}
-            self.parts.ledger.add("kl_coef", [self.parts.kl.coef])
-            self.parts.kl.update(per_sequence, len(experience))
+            per_sequence, count = sequence_kl(kl, tokens.mask)
+            metrics |= {"actor/ref_kl": per_sequence, "actor/kl_coef": self.parts.kl.coef}
+            ledger.add("kl_coef", [self.parts.kl.coef])
+            self.parts.kl.update(per_sequence, count)
         rewards = penalised_rewards(scores, kl, tokens.mask, coef)
-        outputs = compute_advantages(AdvantageInputs.of(experience, rewards, scores), algorithm.advantage)
-        experience = experience.with_tokens(advantages=outputs.advantages, returns=outputs.returns)
-        self.parts.ledger.add("token_rewards", rewards)
-        self.parts.ledger.add("advantages", outputs.advantages)
-        self.parts.ledger.add("returns", outputs.returns)
-        return experience, metrics
+        per_row = greedy[experience.group] if greedy is not None else None
+        inputs = AdvantageInputs.of(experience, rewards, scores, greedy_scores=per_row, bootstrap=bootstrap)
+        outputs = compute_advantages(inputs, algorithm.advantage)
+        experience = experience.with_tokens(
+            advantages=outputs.advantages,
+            returns=outputs.returns,
+            mask=trained_mask(tokens.mask, experience.truncated, algorithm),
+        )
+        ledger.add("token_rewards", rewards)
+        ledger.add("advantages", outputs.advantages)
+        ledger.add("returns", outputs.returns)
+        return experience, {**batch_metrics(experience, cap, rewards), **metrics}
 
     def update(self, role: str, experience: Experience, step: int, loss: Callable[..., Any]) -> dict[str, float]:
         """`ppo_epochs` passes of shuffled mini-batches over the step's leaves."""
@@ -224,7 +271,9 @@ class PPO:
         for result in results:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
             if result.skipped:
-                logger.warning("step %d: %s update skipped (loss %s, gradient norm %s)", step, role, result.loss, result.grad_norm)
+                logger.warning(
+                    "step %d: %s update skipped (loss %s, gradient norm %s)", step, role, result.loss, result.grad_norm
+                )
             if self.skipped_in_a_row >= max(limit, 1):
                 raise NonFiniteError(
                     f"step {step}: {self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite "
@@ -291,6 +340,11 @@ class PPO:
         self.parts.reward.load_state_dict(state["reward"])
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.best_validation = state["best_validation"]
+
+
+def _reward_estimator(name: str) -> str:
+    """The full-vocabulary KL exists in the loss only; what is logged beside it is the low-variance k3."""
+    return "k3" if name == "full" else name
 
 
 def _save_workers(group: Any, path: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from configs.problems import UserError
+
 # Keys that never decide what is learned: where things run, how long, what is written. Under full determinism the
 # topology among them does not move a bit (levels D2 to D5); without it, it moves rounding only.
 FREE = (
@@ -30,7 +32,7 @@ FREE = (
 )
 
 
-class ResumeError(ValueError):
+class ResumeError(UserError, ValueError):
     """The resumed run is another experiment."""
 
 

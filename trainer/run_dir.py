@@ -1,6 +1,6 @@
 """The run directory and its contract: who may use it, what is in it, and how a resumed run finds its place.
 
-    config.yaml  manifest.json  ledger.jsonl  metrics.jsonl  episodes/  checkpoints/  logs/  wandb/
+config.yaml  manifest.json  ledger.jsonl  metrics.jsonl  episodes/  checkpoints/  logs/  wandb/
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from configs.problems import UserError
+
 # A directory which holds one of these belongs to a run already.
 MARKS = ("config.yaml", "ledger.jsonl", "metrics.jsonl", "checkpoints")
 
 
-class RunDirectoryError(ValueError):
+class RunDirectoryError(UserError, ValueError):
     """The directory can't be used as asked."""
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from reward.manager import RewardManager
+
 from configs.schema import RolloutConfig, SamplingConfig
 from determinism.digest import digest_value
-from reward.manager import RewardManager
 from rollout.engine import sampling_from_config
 from rollout.episodes import Rollout
 from rollout.types import Episode, Prompt, Score
@@ -36,7 +37,12 @@ class Validation:
     """
 
     def __init__(
-        self, rollout: Rollout, reward: RewardManager, config: RolloutConfig, prompts: Sequence[Prompt], eos_ids: Sequence[int]
+        self,
+        rollout: Rollout,
+        reward: RewardManager,
+        config: RolloutConfig,
+        prompts: Sequence[Prompt],
+        eos_ids: Sequence[int],
     ) -> None:
         self.rollout = rollout
         self.reward = reward
@@ -75,7 +81,9 @@ def pass_metrics(prefix: str, episodes: Sequence[Episode], scores: Sequence[Scor
         f"{prefix}/response_length/clip_ratio": mean_of([float(e.truncated) for e in episodes]),
     }
     for source in sorted({name for _, s in kept for name in s.by_source}):
-        metrics[f"{prefix}/reward/{source}/mean"] = mean_of([s.by_source[source] for _, s in kept if source in s.by_source])
+        metrics[f"{prefix}/reward/{source}/mean"] = mean_of(
+            [s.by_source[source] for _, s in kept if source in s.by_source]
+        )
     for name in sorted({e.prompt.source for e, _ in kept}):
         metrics[f"{prefix}/{name}/score/mean"] = mean_of([s.total for e, s in kept if e.prompt.source == name])
     return metrics

@@ -52,6 +52,17 @@ class TokenBatch:
 
         return self._map(take)
 
+    def with_end(self) -> TokenBatch:
+        """Ids and mask with one column more, True at the position after each sequence's last token: where a return may continue.
+
+        The appended id is a copy of column 0; nothing before it can see it.
+        """
+        ids = torch.cat([self.input_ids, self.input_ids[:, :1]], dim=1)
+        mask = torch.cat([self.mask, torch.zeros_like(self.mask[:, :1])], dim=1)
+        rows = torch.arange(len(self), device=mask.device)
+        mask[rows, self.lengths] = True
+        return TokenBatch(ids, self.lengths + 1, mask)
+
     def to(self, device: torch.device) -> TokenBatch:
         """A copy on `device`."""
         return self._map(lambda value: value.to(device))

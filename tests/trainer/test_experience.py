@@ -32,7 +32,9 @@ def test_truncation_comes_from_the_finish_reason_never_from_the_padded_width():
 
 
 def test_sequences_start_at_column_zero_and_the_mask_covers_sampled_tokens_only():
-    experience = Experience.from_episodes([episode(0, 0, [7, 8], [1]), episode(1, 0, [7], [1, 2, 3])], scores(2), pad_id=0)
+    experience = Experience.from_episodes(
+        [episode(0, 0, [7, 8], [1]), episode(1, 0, [7], [1, 2, 3])], scores(2), pad_id=0
+    )
     assert experience.tokens.input_ids.tolist() == [[7, 8, 1, 0], [7, 1, 2, 3]]
     assert experience.tokens.mask.tolist() == [[False, False, True, False], [False, True, True, True]]
     assert experience.tokens.lengths.tolist() == [3, 4]
@@ -40,14 +42,23 @@ def test_sequences_start_at_column_zero_and_the_mask_covers_sampled_tokens_only(
 
 def test_tokens_of_the_environment_are_not_trained_on():
     several_turns = Episode(
-        SampleKey(0, 0), Prompt("a", "a", (9,), "", ()), 0, (1, 2, 3), (True, False, True), (-1.0, 0.0, -1.0), "stop", ""
+        SampleKey(0, 0),
+        Prompt("a", "a", (9,), "", ()),
+        0,
+        (1, 2, 3),
+        (True, False, True),
+        (-1.0, 0.0, -1.0),
+        "stop",
+        "",
     )
     experience = Experience.from_episodes([several_turns], scores(1), pad_id=0)
     assert experience.tokens.mask.tolist() == [[False, True, False, True]]
 
 
 def test_a_dropped_sample_has_no_trained_token_and_no_score():
-    experience = Experience.from_episodes([episode(0, 0, [9], [1]), episode(0, 1, [9], [2])], scores(2, dropped=(1,)), pad_id=0)
+    experience = Experience.from_episodes(
+        [episode(0, 0, [9], [1]), episode(0, 1, [9], [2])], scores(2, dropped=(1,)), pad_id=0
+    )
     assert experience.tokens.mask.any(dim=1).tolist() == [True, False]
     assert experience.scores.tolist() == [1.0, 0.0]
     assert experience.keep.tolist() == [True, False]

@@ -49,7 +49,13 @@ def test_resuming_cuts_episodes_of_later_steps(tmp_path):
     assert [path.name for path in run.episodes.iterdir()] == ["step_000001.jsonl"]
 
 
-BASE = {"seed": 0, "model": {"path": "a"}, "data": {"train": [{"path": "x"}]}, "rollout": {"replicas": 1}, "launcher": {"num_ranks": 1}}
+BASE = {
+    "seed": 0,
+    "model": {"path": "a"},
+    "data": {"train": [{"path": "x"}]},
+    "rollout": {"replicas": 1},
+    "launcher": {"num_ranks": 1},
+}
 
 
 def changed(**groups):

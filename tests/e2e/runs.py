@@ -1,0 +1,78 @@
+"""Starts real training runs (vLLM, FSDP2, Ray, torchrun, offline W&B) as a person would, and reads what they left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from determinism.compare import Comparison, compare_runs
+from determinism.runs import load_run
+
+MICRO = ("experiment=micro", "full_determinism=true", "trainer.validate_every=2", "trainer.validate_at_start=true")
+LAUNCHERS = {
+    "ray": (sys.executable, "-m", "trainer.main_ppo"),
+    "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node={ranks}", "-m", "trainer.main_ppo"),
+    "accelerate": (
+        *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes={ranks}", "--num_machines=1"),
+        *("--mixed_precision=no", "--dynamo_backend=no", "-m", "trainer.main_ppo"),
+    ),
+}
+
+
+def command(run_dir: Path, overrides: Sequence[str], launcher: str, ranks: int) -> list[str]:
+    """The command line of a run."""
+    words = [word.format(ranks=ranks) for word in LAUNCHERS[launcher]]
+    name = "ray" if launcher == "ray" else "torchrun"
+    return [*words, *MICRO, f"run.dir={run_dir}", f"launcher.name={name}", f"launcher.num_ranks={ranks}", *overrides]
+
+
+def start(
+    run_dir: Path, *overrides: str, launcher: str = "ray", ranks: int = 1, **kwargs: Any
+) -> subprocess.Popen[str]:
+    """Start a run in a process group of its own; the caller waits or kills."""
+    return subprocess.Popen(
+        command(run_dir, overrides, launcher, ranks),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **kwargs.pop("env", {})},
+        **kwargs,
+    )
+
+
+def train(
+    run_dir: Path, *overrides: str, launcher: str = "ray", ranks: int = 1, env: dict[str, str] | None = None
+) -> Path:
+    """Run to the end; its output is shown when it fails."""
+    process = start(run_dir, *overrides, launcher=launcher, ranks=ranks, env=env or {})
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, f"exit code {process.returncode}\n{output[-8000:]}"
+    return run_dir
+
+
+def ledger(run_dir: Path) -> list[dict[str, Any]]:
+    """Ledger lines as they stand in the file."""
+    return [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Metric lines as they stand in the file."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def compared(a: Path, b: Path) -> Comparison:
+    """What `exactrl compare` would say."""
+    return compare_runs(load_run(str(a)), load_run(str(b)))
+
+
+def assert_same(a: Path, b: Path) -> None:
+    """Equal in every digest of every step."""
+    result = compared(a, b)
+    assert result.same, result.divergence
+    assert ledger(a) == ledger(b)

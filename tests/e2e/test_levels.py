@@ -1,0 +1,102 @@
+"""The same bits again (D1), under another launcher (D2), rollout topology (D3), trainer topology (D4), after a kill (D5)."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.e2e import runs
+
+pytestmark = pytest.mark.timeout(580)
+
+
+def test_d1_the_same_command_gives_the_same_bits(reference, tmp_path):
+    runs.assert_same(reference, runs.train(tmp_path / "again"))
+
+
+def test_d2_to_d4_torchrun_with_two_ranks_two_replicas_and_other_engine_settings(reference, tmp_path):
+    other = runs.train(
+        tmp_path / "torchrun",
+        "rollout.replicas=2",
+        "rollout.max_num_seqs=4",
+        "rollout.enable_prefix_caching=false",
+        "reward.model.replicas=2",
+        launcher="torchrun",
+        ranks=2,
+    )
+    runs.assert_same(reference, other)
+
+
+def test_d2_accelerate_launch_is_a_third_launcher(reference, tmp_path):
+    runs.assert_same(reference, runs.train(tmp_path / "accelerate", launcher="accelerate", ranks=1))
+
+
+def test_another_seed_gives_other_bits_so_the_comparison_can_fail(reference, tmp_path):
+    other = runs.train(tmp_path / "seed", "seed=1", "trainer.total_steps=1", "ledger.record=full")
+    result = runs.compared(reference, other)
+    assert not result.same
+    assert "config.seed" in [difference.field for difference in result.fields]
+    assert result.divergence is not None
+    assert result.divergence.step == 0  # the validation before training already samples with other seeds
+
+
+def wait_for(path, present: float = 240.0):
+    deadline = time.monotonic() + present
+    while time.monotonic() < deadline:
+        if path.exists():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{path} did not appear in {present} s")
+
+
+def test_d5_killed_after_the_first_checkpoint_and_resumed_with_two_ranks(reference, tmp_path):
+    run = tmp_path / "killed"
+    process = runs.start(run)
+    wait_for(run / "checkpoints" / "step_000001" / "COMPLETE")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert len(runs.ledger(run)) < 3 or not (run / "checkpoints" / "step_000002").exists()
+    runs.train(run, "run.resume=auto", launcher="torchrun", ranks=2)
+    runs.assert_same(reference, run)
+
+
+def test_every_phase_of_a_step_is_in_the_ledger(reference):
+    record = runs.ledger(reference)[1]
+    expected = (
+        *(
+            "prompts",
+            "request_seeds",
+            "token_ids",
+            "finish_reasons",
+            "rollout_logprobs",
+            "rewards/model",
+            "rewards/correct",
+        ),
+        *(
+            "rewards/total",
+            "old_logprobs",
+            "ref_logprobs",
+            "values",
+            "token_rewards",
+            "advantages",
+            "returns",
+            "kl_coef",
+        ),
+        *("critic_update/0/loss", "critic_update/0/grad_norm", "actor_update/0/loss", "actor_update/0/grad_norm"),
+        *("actor_weights", "actor_optimizer", "critic_weights", "critic_optimizer"),
+    )
+    assert set(expected) <= set(record["phases"])
+
+
+def test_the_first_ratio_is_exactly_one(reference):
+    first = runs.metrics(reference)[1]
+    # One mini-batch a step would show the whole batch's ratio; with two, the first of them bounds both from one side.
+    assert first["actor/ratio_max"] >= 1.0 >= first["actor/ratio_min"]
+
+
+def test_a_run_directory_keeps_its_contract(reference):
+    for name in ("config.yaml", "manifest.json", "ledger.jsonl", "metrics.jsonl"):
+        assert (reference / name).is_file()
+    for name in ("episodes", "checkpoints", "logs", "wandb"):
+        assert any((reference / name).iterdir()), name
