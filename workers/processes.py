@@ -33,8 +33,8 @@ from workers.transport import Blob, Channel, from_blob
 
 POLL_S = 0.2
 """How often children are looked at while their answers are awaited."""
-POLITE_S, TERM_S = 3.0, 1.5
-"""`close` waits this long after asking, and then after SIGTERM, before SIGKILL."""
+POLITE_S, BUSY_S, TERM_S = 3.0, 0.3, 1.5
+"""`close` waits this long after asking idle workers (those in a call can't listen), and then after SIGTERM, before SIGKILL."""
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _LAUNCH_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ACCELERATE_", "FSDP_")
 
@@ -89,6 +89,7 @@ class ProcessGroup:
         self._lock = threading.Lock()
         self._calls = BUILD_ID
         self._failure: str | None = None
+        self._idle = False
         self._closed = False
         log_dir.mkdir(parents=True, exist_ok=True)
         # The kernel ties a child to the thread that started it; this one lives as long as the group.
@@ -123,16 +124,18 @@ class ProcessGroup:
             if self._closed:
                 raise WorkerError(f"{self.name}.{method} was called after the group was closed")
             self._calls += 1
-            control = Blob(("call", self._calls, method, sharded is not None))
-            keywords = Blob(common)
-            try:
-                for index, child in enumerate(self._children):
-                    argument = [] if sharded is None else [Blob(sharded[index])]
+            self._idle = False
+            # Everything is packed before anything is sent: what can't be pickled must not leave some workers called.
+            with contextlib.ExitStack() as stack:
+
+                def pack(value: Any) -> Blob:
+                    return stack.enter_context(contextlib.closing(Blob(value)))
+
+                control = pack(("call", self._calls, method, sharded is not None))
+                arguments = [[] if sharded is None else [pack(sharded[index])] for index in range(self.size)]
+                keywords = pack(common)
+                for child, argument in zip(self._children, arguments, strict=True):
                     self._send(child, [control, *argument, keywords], method)
-                    for blob in argument:
-                        blob.close()
-            finally:
-                keywords.close()
             return self._collect(self._calls, method, None)
 
     def export(self, method: str, /, **common: Any) -> Any:
@@ -147,7 +150,8 @@ class ProcessGroup:
         descendants = [found for child in self._children for found in child.descendants()]
         for child in self._children:
             child.ask_to_stop()
-        for patience, signum in ((POLITE_S, signal.SIGTERM), (TERM_S, signal.SIGKILL), (TERM_S, None)):
+        polite = POLITE_S if self._idle else BUSY_S
+        for patience, signum in ((polite, signal.SIGTERM), (TERM_S, signal.SIGKILL), (TERM_S, None)):
             deadline = time.monotonic() + patience
             while any(child.process.poll() is None for child in self._children) and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -196,6 +200,7 @@ class ProcessGroup:
             if deadline is not None and time.monotonic() > deadline:
                 late = [child for i, child in enumerate(self._children) if i not in results]
                 raise WorkerError(late[0].failed(f"was not ready after {timeout_s:g} s ({len(late)} of {self.size} were not)"))
+        self._idle = True
         return [results[i] for i in range(len(self._children))]
 
     def _raise_death(self, child: _Child, method: str) -> None:
@@ -254,8 +259,25 @@ class _Child:
 
 def end_processes(processes: Sequence[psutil.Process], patience_s: float = 1.0) -> None:
     """Give the processes `patience_s` to end by themselves, then kill the rest."""
-    _, alive = psutil.wait_procs(processes, timeout=patience_s)
+    alive = _wait_for_end(processes, patience_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, timeout=patience_s)
+    _wait_for_end(alive, patience_s)
+
+
+def _wait_for_end(processes: Sequence[psutil.Process], patience_s: float) -> list[psutil.Process]:
+    deadline = time.monotonic() + patience_s
+    alive = [process for process in processes if _is_alive(process)]
+    while alive and time.monotonic() < deadline:
+        time.sleep(0.02)
+        alive = [process for process in alive if _is_alive(process)]
+    return alive
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    # A zombie whose new parent is in no hurry to collect it has ended all the same.
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

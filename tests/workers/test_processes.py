@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from toy import Broken, Slow, Stubborn, Toy
+from tests.workers.toy import Broken, Slow, Stubborn, Toy
 
 from workers.group import WorkerError
 from workers.processes import ProcessGroup, import_path
@@ -155,13 +155,14 @@ def test_a_failure_does_not_wait_for_the_others_and_their_late_answers_are_not_m
     group.close()
 
 
-def test_an_unknown_method_and_an_unpicklable_argument_are_errors(group):
+def test_an_unknown_method_and_what_cannot_be_pickled_are_errors(group):
     with pytest.raises(WorkerError, match="no attribute 'nothing'"):
         group.run("nothing")
     with pytest.raises(Exception, match="pickle"):
-        group.run("echo", [lambda: 1, 2])
+        group.run("echo", [1, lambda: 1])
     with pytest.raises(WorkerError, match="pickle"):
-        group.run("spawn_lock") if hasattr(Toy, "spawn_lock") else group.run("__init__.__get__", [1, 2])
+        group.run("unpicklable")
+    assert group.run("part.double", [1, 2]) == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ def test_close_ends_stubborn_children_and_their_children(tmp_path):
 PARENT = """
     import sys, time
     from pathlib import Path
-    from toy import Toy
+    from tests.workers.toy import Toy
     from workers.processes import ProcessGroup
 
     if __name__ == "__main__":

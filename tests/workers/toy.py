@@ -75,6 +75,9 @@ class Toy:
     def echo(self, value: object) -> object:
         return value
 
+    def unpicklable(self) -> object:
+        return lambda: None
+
     def negate(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.neg_()
 
@@ -83,7 +86,7 @@ class Toy:
             return None
         import torch
 
-        return {"w": torch.arange(100_000, dtype=torch.float32), "b": torch.ones((), dtype=torch.bfloat16)}
+        return {"w": torch.arange(100_000, dtype=torch.float64), "b": torch.ones((), dtype=torch.bfloat16)}
 
     def load(self, *, weights: dict[str, torch.Tensor]) -> float:
         self.weights = weights
