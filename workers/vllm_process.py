@@ -48,6 +48,9 @@ OWNED = {
 }
 """vLLM's argument -> the setting (or the fact) that decides it."""
 
+_DEFAULTS = {"block_size"}
+"""What `common_arguments` sets only because vLLM's own default is worse here."""
+
 _BREAKS_BATCH_INVARIANCE = {
     "async_scheduling": "steps would depend on timing",
     "speculative_config": "draft tokens depend on the batch",
@@ -136,6 +139,8 @@ def start_engine(
         ValueError: an argument in `extra` is owned by a setting, unknown to vLLM or breaks full determinism.
     """
     check_engine_args(extra, origin, full_determinism)
+    for key in sorted(set(extra) & set(arguments) - _DEFAULTS):
+        raise ValueError(f"{origin}.{key}: this engine needs {key}={arguments[key]!r}")
     _check_environment()
     with _no_garbage_collection():
         import torch
@@ -144,12 +149,7 @@ def start_engine(
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        known = EngineArgs.__dataclass_fields__
-        for key in extra:
-            if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean `{close[0]}`?" if close else ""
-                raise ValueError(f"{origin}.{key}: vLLM's engine has no argument `{key}`{hint}")
+        _check_known(extra, EngineArgs.__dataclass_fields__, origin)
         if device == "cpu":
             cpu_kernels.install(linear=cpu_linear, full_determinism=full_determinism)
         return LLMEngine.from_engine_args(EngineArgs(**{**arguments, **extra}))
@@ -206,7 +206,6 @@ def engine_facts(engine: Any, device: str) -> dict[str, Any]:
         "kv_blocks": config.cache_config.num_gpu_blocks,
         "block_size": config.cache_config.block_size,
         "cpu_kernels": None if kernels is None else kernels.facts(),
-        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith("VLLM_")},
     }
 
 
@@ -214,6 +213,14 @@ def stop_engine(engine: Any) -> None:
     """Shut the core down and free its memory."""
     engine.engine_core.shutdown()
     gc.collect()
+
+
+def _check_known(extra: Mapping[str, Any], known: Mapping[str, Any], origin: str) -> None:
+    for key in extra:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean `{close[0]}`?" if close else ""
+            raise ValueError(f"{origin}.{key}: vLLM's engine has no argument `{key}`{hint}")
 
 
 def _check_environment() -> None:

@@ -1,0 +1,231 @@
+"""The reward model: a one-label sequence classifier served by vLLM's pooling runner; its raw logit is the reward.
+
+    Episode --reward_tokens (the reward model's own tokenizer and chat template)--> ids --RewardModelEngine.score--> logit
+
+The reward model's vocabulary need not be the policy's, so the conversation is rebuilt from messages and text; the policy's
+token ids are never reused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.types import Prompt, SampleKey
+from workers.group import deal, undeal
+from workers.vllm_process import common_arguments, engine_facts, run_requests, start_engine, stop_engine
+
+if TYPE_CHECKING:
+    from configs.schema import RewardModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+class RewardInputTooLongError(ValueError):
+    """A conversation does not fit the reward model's context; `key`, `length` and `limit` are in tokens."""
+
+    def __init__(self, key: SampleKey, length: int, limit: int) -> None:
+        super().__init__(
+            f"task {key.task}, sample {key.sample}, turn {key.turn}: the conversation has {length} tokens in the reward model's "
+            f"vocabulary, and its context (reward.model.max_model_len) is {limit}"
+        )
+        self.key, self.length, self.limit = key, length, limit
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """One conversation in the reward model's vocabulary."""
+
+    key: SampleKey
+    """The sample that is scored."""
+    token_ids: tuple[int, ...]
+    """The whole conversation, the response included; the score is read at the last token."""
+
+    def check(self, limit: int) -> None:
+        """Raise `RewardInputTooLongError` beyond `limit` tokens, `ValueError` when there are none."""
+        if not self.token_ids:
+            raise ValueError(f"{self.key}: nothing to score; prompt and response are both empty")
+        if len(self.token_ids) > limit:
+            raise RewardInputTooLongError(self.key, len(self.token_ids), limit)
+
+
+def reward_tokens(prompt: Prompt, response_text: str, tokenizer: Any, config: RewardModelConfig) -> list[int]:
+    """Encode prompt and response for the reward model.
+
+    Args:
+        prompt: its messages are used with the chat template, its rendered text without.
+        response_text: decoded response, without special tokens.
+        tokenizer: the *reward model's* tokenizer.
+        config: `apply_chat_template` decides between the two.
+
+    Raises:
+        ValueError: a chat template is asked for and the tokenizer has none.
+    """
+    if config.apply_chat_template:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                f"reward.model.apply_chat_template is true, but the tokenizer of {config.tokenizer or config.path} has no chat "
+                "template; set it to false to score the prompt's text followed by the response"
+            )
+        messages = [*map(dict, prompt.messages), {"role": "assistant", "content": response_text}]
+        return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+    text = prompt.text + response_text
+    # A rendered prompt may already begin with the BOS text; the tokenizer would put a second one before it.
+    has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
+
+
+def effective_max_num_seqs(config: RewardModelConfig, full_determinism: bool) -> int:
+    """Sequences scored at once: 1 under full determinism, whatever is configured, with a warning when that differs.
+
+    A pooled logit comes out of matrix products over all sequences of a batch, and which sequences share a batch depends on
+    when they arrive; one at a time, a score can depend on nothing but its own tokens.
+    """
+    if full_determinism and config.max_num_seqs != 1:
+        logger.warning(
+            "reward.model.max_num_seqs=%d is overridden to 1: with full_determinism a score may not depend on which other "
+            "sequences happen to share its batch. Set reward.model.max_num_seqs=1 to silence this, or full_determinism=false to "
+            "score in batches; more reward.model.replicas score in parallel without changing bits",
+            config.max_num_seqs,
+        )
+        return 1
+    return config.max_num_seqs
+
+
+def check_reward_model(path: str | Path) -> None:
+    """Refuse a checkpoint that does not give one logit; reads `config.json` only.
+
+    Raises:
+        ValueError: no `config.json`, not a sequence classifier, or another number of labels than one (named).
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"reward.model.path: {path} has no config.json, so it is no checkpoint directory")
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    architectures = settings.get("architectures") or []
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        raise ValueError(
+            f"reward.model.path: {path} is {', '.join(architectures) or 'of unknown architecture'}; a reward model is a "
+            "...ForSequenceClassification checkpoint with one label"
+        )
+    labels = _num_labels(settings)
+    if labels != 1:
+        raise ValueError(
+            f"reward.model.path: {path} has num_labels={labels}; a reward is one logit, so the model needs num_labels=1"
+        )
+
+
+class RewardModelEngine:
+    """One replica of the reward model. Build it in a process of its own, with `determinism.environment.process_env` in place
+    before that process started."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        config: RewardModelConfig,
+        max_model_len: int,
+        full_determinism: bool,
+        threads: int,
+        device: str,
+        cpu_linear: str = "auto",
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Load the model.
+
+        Args:
+            path: checkpoint directory of a one-label sequence classifier.
+            max_model_len: longest conversation in tokens.
+            threads: CPU threads of this process; part of the numerics environment.
+            device: `cpu` or `cuda`.
+            cpu_linear: `determinism.cpu_linear`.
+
+        Raises:
+            ValueError: the checkpoint gives no single logit, or `config.engine_args` holds an owned or unknown key.
+        """
+        check_reward_model(path)
+        self._device = device
+        self._max_model_len = max_model_len
+        arguments = common_arguments(
+            path, config=config, max_model_len=max_model_len, full_determinism=full_determinism, device=device
+        ) | {
+            "runner": "pooling",
+            "pooler_config": {"use_activation": False},
+            "max_num_seqs": effective_max_num_seqs(config, full_determinism),
+            # A whole conversation fits one step: with chunked prefill off vLLM asks for that.
+            "max_num_batched_tokens": max(max_model_len, 2048),
+            "enable_prefix_caching": False,
+            "enable_chunked_prefill": False,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "trust_remote_code": trust_remote_code,
+        }
+        self._engine = start_engine(
+            arguments,
+            config.engine_args,
+            origin="reward.model.engine_args",
+            full_determinism=full_determinism,
+            threads=threads,
+            device=device,
+            cpu_linear=cpu_linear,
+        )
+
+    def score(self, token_ids: list[list[int]]) -> list[float]:
+        """Raw logits, without sigmoid or softmax, in the order of `token_ids`.
+
+        Args:
+            token_ids: conversations in the reward model's vocabulary (`reward_tokens`).
+
+        Raises:
+            ValueError: an empty or over-long conversation (by its position; `RewardInput.check` names samples).
+        """
+        from vllm import PoolingParams
+
+        for index, ids in enumerate(token_ids):
+            if not 0 < len(ids) <= self._max_model_len:
+                raise ValueError(
+                    f"conversation {index} of {len(token_ids)} has {len(ids)} tokens; the reward model takes 1 to "
+                    f"{self._max_model_len}"
+                )
+        calls = [(list(ids), PoolingParams(task="classify", use_activation=False), 0) for ids in token_ids]
+        outputs = run_requests(self._engine, calls)
+        return [float(output.outputs.data.reshape(()).item()) for output in outputs]
+
+    def facts(self) -> dict[str, Any]:
+        """Versions, threads, kernels and limits in force in this process."""
+        return engine_facts(self._engine, self._device) | {"role": "reward"}
+
+    def close(self) -> None:
+        """Shut the core down; safe to call twice."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            stop_engine(engine)
+
+
+def split_inputs(token_ids: Sequence[list[int]], replicas: int) -> list[list[list[int]]]:
+    """Deal conversations to reward replicas; the argument of `WorkerGroup.run("score", ...)`."""
+    return deal(token_ids, replicas)
+
+
+def split_scores(per_replica: Sequence[Sequence[float]], total: int) -> list[float]:
+    """Put the replicas' scores back in the order before `split_inputs`.
+
+    Raises:
+        RuntimeError: another number of scores than the `total` conversations that were sent.
+    """
+    counts = [len(scores) for scores in per_replica]
+    expected = [len(range(rank, total, len(per_replica))) for rank in range(len(per_replica))]
+    if counts != expected:
+        raise RuntimeError(f"the reward engines returned {counts} scores for {expected} conversations")
+    return undeal(per_replica)
+
+
+def _num_labels(settings: Mapping[str, Any]) -> int:
+    """As transformers counts them: `id2label` is what a checkpoint stores; without it there are two."""
+    if "id2label" in settings:
+        return len(settings["id2label"])
+    return int(settings.get("num_labels", 2))
