@@ -1,4 +1,4 @@
-"""Settings that don't fit together, found before anything starts; each names the setting, the level it breaks, the way out."""
+"""Settings that don't fit together, found before anything starts; each problem names the setting and the way out."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from configs.contract import contract_check, contract_warnings
 from configs.problems import Problem
-from configs.roles import needs_critic, needs_groups, needs_reference
-from configs.schema import Config, DataSourceConfig, FsdpConfig, SamplingConfig
+from configs.roles import fsdp_of_roles, needs_critic, needs_groups, needs_reference, samplings, user_function
+from configs.schema import Config, DataSourceConfig
 
 LABEL = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -42,44 +43,36 @@ NEUTRAL = {
 
 def cross_check(config: Config) -> list[Problem]:
     """Every contradiction between settings; empty when the run can start."""
+    unloadable = list(_functions(config))
+    if unloadable:  # the other checks ask the estimator what it needs
+        return unloadable
     checks = (_batch, _data, _sampling, _context, _algorithm, _reward, _engines, _devices)
     problems = [problem for check in checks for problem in check(config)]
-    if config.full_determinism:
-        problems += _determinism(config)
-    return problems + list(_followers(config))
+    return problems + contract_check(config)
 
 
 def warn(config: Config) -> list[Problem]:
     """What is allowed but probably not meant."""
-    return list(_warnings(config))
-
-
-def force(config: Config) -> tuple[Config, list[Problem]]:
-    """The configuration with what full determinism decides by itself, and why."""
-    model = config.reward.model
-    if not config.full_determinism or model.path is None or model.max_num_seqs == 1:
-        return config, []
-    warning = Problem(
-        "reward.model.max_num_seqs",
-        f"{model.max_num_seqs} is overridden to 1 by full_determinism: a score must not depend on which other responses are in its batch",
-        level="D3",
-    )
-    reward = dataclasses.replace(config.reward, model=dataclasses.replace(model, max_num_seqs=1))
-    return dataclasses.replace(config, reward=reward), [warning]
+    return [*_warnings(config), *contract_warnings(config)]
 
 
 def rollout_context(config: Config) -> int:
     """Tokens of the rollout engines' context: `rollout.max_model_len`, or the longest prompt and response that may occur."""
     if config.rollout.max_model_len is not None:
         return config.rollout.max_model_len
-    return config.data.max_prompt_tokens + max(sampling.max_new_tokens for _, sampling in _samplings(config))
+    return config.data.max_prompt_tokens + max(sampling.max_new_tokens for _, sampling in samplings(config))
 
 
-def _samplings(config: Config) -> Iterator[tuple[str, SamplingConfig]]:
-    yield "rollout.sampling", config.rollout.sampling
-    yield "rollout.validation", config.rollout.validation
-    if config.rollout.validation_sampled is not None:
-        yield "rollout.validation_sampled", config.rollout.validation_sampled
+def _functions(config: Config) -> Iterator[Problem]:
+    """A user's functions that run inside the trainer must be there; reward functions are loaded in processes of their own."""
+    for key, name in (
+        ("algorithm.advantage.name", config.algorithm.advantage.name),
+        ("algorithm.policy_loss.name", config.algorithm.policy_loss.name),
+    ):
+        try:
+            user_function(name)
+        except ValueError as error:
+            yield Problem(key, f"{name}: {error}", "the module must be importable from where the run starts")
 
 
 # --- sizes ---------------------------------------------------------------------------------------------------------
@@ -111,11 +104,12 @@ def _batch(config: Config) -> Iterator[Problem]:
                 f"take a multiple of {leaf * ranks}, a smaller {role}.fsdp.leaf_size, or another number of ranks",
             )
     leaf = config.ref.fsdp.leaf_size
-    if needs_reference(config) and total % (leaf * ranks):
+    # With the actor's leaf size the lines above have said it.
+    if needs_reference(config) and leaf != config.actor.fsdp.leaf_size and total % (leaf * ranks):
         yield Problem(
             "ref.fsdp.leaf_size",
             f"{leaf} x launcher.num_ranks {ranks} does not divide the {total} sequences of a step",
-            "take that of the actor",
+            f"leave it out to follow the actor's {config.actor.fsdp.leaf_size}",
         )
 
 
@@ -127,7 +121,7 @@ def _divisor(total: int, near: int) -> int:
 def _context(config: Config) -> Iterator[Problem]:
     """Prompt and response must fit into the engine."""
     context, prompt = config.rollout.max_model_len, config.data.max_prompt_tokens
-    for key, sampling in _samplings(config):
+    for key, sampling in samplings(config):
         if context is not None and prompt + sampling.max_new_tokens > context:
             yield Problem(
                 f"{key}.max_new_tokens",
@@ -197,14 +191,6 @@ def _sampling(config: Config) -> Iterator[Problem]:
                 f"rollout.sampling.{name}",
                 f"{value} would sample from another distribution than the one that is trained",
                 f"set it to {neutral}; rollout.validation may differ",
-            )
-    for key, sampling in _samplings(config):
-        if sampling.seed is not None and sampling.n > 1 and sampling.temperature > 0 and config.full_determinism:
-            yield Problem(
-                f"{key}.seed",
-                f"one seed ({sampling.seed}) for {sampling.n} samples of a prompt makes them copies of each other",
-                "set it to null: each sample then gets its own seed, derived from rollout.seed",
-                level="D1",
             )
     sampled = config.rollout.validation_sampled
     if sampled is not None and sampled.temperature == 0:
@@ -329,72 +315,11 @@ def _devices(config: Config) -> Iterator[Problem]:
             f"{config.rollout.tensor_parallel_size} needs GPUs, but launcher.device is cpu",
             "set it to 1",
         )
-    for role, fsdp in _fsdp(config):
+    for role, fsdp in fsdp_of_roles(config):
         if fsdp.attention == "flash_attention_2":
             yield Problem(
                 f"{role}.fsdp.attention", "flash_attention_2 needs a GPU, but launcher.device is cpu", "use sdpa"
             )
-
-
-def _fsdp(config: Config) -> Iterator[tuple[str, FsdpConfig]]:
-    yield "actor", config.actor.fsdp
-    if needs_critic(config):
-        yield "critic", config.critic.fsdp
-    if needs_reference(config):
-        yield "ref", config.ref.fsdp
-
-
-# --- full determinism ----------------------------------------------------------------------------------------------
-
-
-def _followers(config: Config) -> Iterator[Problem]:
-    """Every role follows the root switch."""
-    for role in ("rollout", "reward"):
-        value = getattr(config, role).full_determinism
-        if value != config.full_determinism:
-            yield Problem(
-                f"{role}.full_determinism",
-                f"{str(value).lower()}, but full_determinism is {str(config.full_determinism).lower()}: half a promise is none",
-                f"leave {role}.full_determinism out and set full_determinism alone",
-            )
-
-
-def _determinism(config: Config) -> Iterator[Problem]:
-    """What would break a level (DESIGN: the contract); refused, because a warning would leave the promise broken."""
-    off = "or full_determinism=false"
-    ranks = config.launcher.num_ranks
-    if ranks & (ranks - 1):
-        yield Problem(
-            "launcher.num_ranks",
-            f"{ranks} ranks can't sum gradients in the same tree as 1, 2 or 4",
-            f"take a power of two, {off}",
-            level="D4",
-        )
-    roles = [("actor", config.actor.optim)] + ([("critic", config.critic.optim)] if needs_critic(config) else [])
-    for role, optim in roles:
-        if optim.fused:
-            yield Problem(
-                f"{role}.optim.fused",
-                "the fused AdamW's bits depend on the length of the shard",
-                f"set it to false, {off}",
-                level="D4",
-            )
-    for role, fsdp in _fsdp(config):
-        if fsdp.attention == "flash_attention_2":
-            yield Problem(
-                f"{role}.fsdp.attention",
-                "the backward pass of flash_attention_2 adds in no fixed order",
-                f"use sdpa, {off}",
-                level="D1",
-            )
-    staleness = config.rollout.max_head_offpolicyness
-    if staleness:
-        yield Problem(
-            "rollout.max_head_offpolicyness",
-            f"{staleness}: which weights sample a token would depend on timing (levels D1 and D5 too)",
-            f"set it to 0, {off}",
-            level="D3",
-        )
 
 
 # --- warnings ------------------------------------------------------------------------------------------------------
@@ -409,13 +334,6 @@ def _warnings(config: Config) -> Iterator[Problem]:
         yield Problem(
             "reward.model.max_model_len",
             f"{model.max_model_len} is below the rollout's {longest}: long responses may not fit",
-        )
-    if config.full_determinism and config.reward.functions and config.reward.on_error != "fail":
-        yield Problem(
-            "reward.on_error",
-            f"{config.reward.on_error} turns a function that overruns its time limit into a result, and time is not repeatable",
-            "on_error=fail stops instead",
-            level="D1",
         )
     for role in ("rollout", "data"):
         seed = getattr(config, role).seed

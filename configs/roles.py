@@ -1,11 +1,12 @@
-"""Which trained or frozen models a configuration needs."""
+"""What a configuration makes use of: trained and frozen models, kinds of sampling."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from configs.limits import is_reference
-from configs.schema import Config
+from configs.schema import Config, FsdpConfig, SamplingConfig
 
 CRITIC_ESTIMATORS = ("gae",)
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
@@ -43,12 +44,38 @@ def needs_reference(config: Config) -> bool:
     return kl.placement != "none" and (kl.coef > 0 or kl.controller == "adaptive")
 
 
-def _mark(name: str, mark: str) -> Any:
-    """What a user's estimator says about itself (the `estimator` decorator of trainer/advantages.py)."""
+def samplings(config: Config) -> Iterator[tuple[str, SamplingConfig]]:
+    """(dotted key, settings) of every kind of sampling that takes place."""
+    yield "rollout.sampling", config.rollout.sampling
+    yield "rollout.validation", config.rollout.validation
+    if config.rollout.validation_sampled is not None:
+        yield "rollout.validation_sampled", config.rollout.validation_sampled
+
+
+def fsdp_of_roles(config: Config) -> Iterator[tuple[str, FsdpConfig]]:
+    """(role, settings) of every model that is built."""
+    yield "actor", config.actor.fsdp
+    if needs_critic(config):
+        yield "critic", config.critic.fsdp
+    if needs_reference(config):
+        yield "ref", config.ref.fsdp
+
+
+def user_function(name: str) -> Any | None:
+    """The user's function that `name` refers to; None for a built-in name.
+
+    Raises:
+        ValueError: it can't be imported.
+    """
     if not is_reference(name):
-        return False
+        return None
     # The one import from a folder that imports this one: only a user's function can say what it needs, and one loader
     # must serve every place, so that a file is one module. Inside the function, so that there is no cycle.
     from trainer.registry import load_reference
 
-    return getattr(load_reference(name), mark, False)
+    return load_reference(name)
+
+
+def _mark(name: str, mark: str) -> Any:
+    """What a user's estimator says about itself (the `estimator` decorator of trainer/advantages.py)."""
+    return getattr(user_function(name), mark, False)

@@ -19,7 +19,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.checks import cross_check, force, warn
+from configs.checks import cross_check, warn
+from configs.contract import force
 from configs.limits import violation
 from configs.problems import ConfigError, Problem
 from configs.roles import roles_needed
