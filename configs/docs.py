@@ -57,6 +57,12 @@ starts. `${a.b}` takes the value of another key: `rollout.seed` and `data.seed` 
 `full_determinism`. Hydra only composes; the working directory and `outputs/` are left alone.
 """
 
+KEYS = """\
+## Keys
+
+The defaults below are those of keys that no file sets; `exactrl train --cfg job` shows what a run gets.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Section:
@@ -72,7 +78,7 @@ class Section:
 
 def render() -> str:
     """The whole page."""
-    parts = [INTRO, _groups(), "## Keys\n"]
+    parts = [INTRO, _groups(), KEYS]
     parts += [_section(section) for section in sections()]
     return "\n".join(parts)
 
@@ -135,14 +141,11 @@ def _default_options() -> dict[str, str]:
 
 
 def _first_comment(path: Path) -> str:
-    """The comment at the top, without `# @package`, joined into one line."""
-    lines = []
+    """The first line of the comment at the top, `# @package` aside."""
     for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        if not line.startswith("# @package"):
-            lines.append(line.lstrip("# "))
-    return " ".join(lines)
+        if line.startswith("#") and not line.startswith("# @package"):
+            return line.lstrip("# ")
+    return ""
 
 
 def _section(section: Section) -> str:
