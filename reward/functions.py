@@ -1,0 +1,306 @@
+"""Built-in reward functions, and how a function named in the config is found and called.
+
+A reward function is a plain Python function. It names, as parameters, what it wants to see:
+
+    prompt      the rendered prompt, text
+    response    the response without special tokens, text
+    answer      the row's reference answer (None when the data has none)
+    extra       the row's remaining columns, a dict
+    messages    the conversation, a list of dicts with role and content
+
+and further parameters of its own, which `params` of the config fill. It returns a finite number. For example:
+
+    def shorter_is_better(response, limit=100):
+        return 1.0 if len(response) <= limit else 0.0
+
+With the plural names (`prompts`, `responses`, `answers`, `extras`, `conversations`) it gets the whole step's samples in lists, in canonical
+order, in one call, and returns a list of numbers, one a sample. `async def` functions are awaited, several at a time.
+
+Functions run in processes of their own (`reward/pool.py`). This file is imported there: keep it light.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SINGLE = ("prompt", "response", "answer", "extra", "messages")
+"""Parameters of a function that scores one sample."""
+
+BATCHED = {
+    "prompts": "prompt",
+    "responses": "response",
+    "answers": "answer",
+    "extras": "extra",
+    "conversations": "messages",
+}
+"""Parameters of a function that scores all samples at once, and the field that each lists."""
+
+
+class FunctionError(ValueError):
+    """A reward function cannot be found or called as configured."""
+
+
+@dataclass(frozen=True)
+class LoadedFunction:
+    """A reward function, ready to be called with the fields that it names."""
+
+    call: Callable[..., Any]
+    """The function with the config's `params` bound."""
+    wanted: tuple[str, ...]
+    """Names from `SINGLE`, or from `BATCHED`, that it takes."""
+    batched: bool
+    """One call scores all samples."""
+    is_async: bool
+    """The call returns an awaitable."""
+
+
+def load_function(spec: str, params: Mapping[str, Any]) -> LoadedFunction:
+    """Find a function by name, `package.module:function` or `path/to/file.py:function`, and bind its parameters.
+
+    Raises:
+        FunctionError: nothing there; it takes no sample field; it mixes single and plural fields; a parameter without a value, or a value
+            for a parameter that it does not have.
+    """
+    function = BUILT_IN.get(spec) or _find(spec)
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise FunctionError(f"reward function {spec!r}: its parameters cannot be read ({error})") from error
+    single = tuple(name for name in parameters if name in SINGLE)
+    plural = tuple(name for name in parameters if name in BATCHED)
+    if bool(single) == bool(plural):
+        what = f"mixes {', '.join(single + plural)}" if single else f"has the parameters ({', '.join(parameters)})"
+        raise FunctionError(
+            f"reward function {spec!r} {what}; it must take some of {', '.join(SINGLE)} (one sample), or some of {', '.join(BATCHED)} (all)"
+        )
+    wanted = single or plural
+    clash = sorted(set(params) & set(wanted))
+    if clash:
+        raise FunctionError(f"reward function {spec!r}: params set {', '.join(clash)}, which the sample fills")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(wanted), **params)
+    except TypeError as error:
+        raise FunctionError(
+            f"reward function {spec!r} cannot be called with params {dict(params)}: {error}; its parameters are {', '.join(parameters)}"
+        ) from error
+    is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
+    return LoadedFunction(functools.partial(function, **params), wanted, bool(plural), is_async)
+
+
+def _find(spec: str) -> Callable[..., Any]:
+    place, colon, name = spec.rpartition(":")
+    if not colon:
+        raise FunctionError(
+            f"reward function {spec!r} is not built in ({', '.join(BUILT_IN)}); name your own as package.module:function or path/to/file.py:function"
+        )
+    module = _module_of_file(Path(place), spec) if place.endswith(".py") else importlib.import_module(place)
+    function = functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), module)
+    if not callable(function):
+        raise FunctionError(f"reward function {spec!r}: {place} has no function {name!r}")
+    return function
+
+
+def _module_of_file(path: Path, spec: str) -> Any:
+    if not path.is_file():
+        raise FunctionError(f"reward function {spec!r}: there is no file {path}")
+    # A name of its own: a user's reward.py must not become the package `reward`.
+    module_name = f"reward_function_file_{path.stem}"
+    found = importlib.util.spec_from_file_location(module_name, path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    # A file may import its neighbours, and its classes must be found under its name.
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[module_name] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def final_answer(response: str, marker: str | None = None, end_marker: str | None = None) -> str | None:
+    """What follows the last `marker`, up to `end_marker`; the whole response without a marker; None when the marker is missing.
+
+    Example:
+        >>> final_answer("so 2, no: <answer>3</answer>.", "<answer>", "</answer>")
+        '3'
+    """
+    if marker is not None:
+        _, found, response = response.rpartition(marker)
+        if not found:
+            return None
+    return response if end_marker is None else response.partition(end_marker)[0]
+
+
+def exact_match(
+    response: str,
+    answer: Any,
+    *,
+    marker: str | None = None,
+    end_marker: str | None = None,
+    ignore_case: bool = False,
+    ignore_whitespace: bool = True,
+) -> float:
+    """1.0 when the response is the answer, else 0.0.
+
+    Args:
+        response: text of the response.
+        answer: reference; compared as text.
+        marker, end_marker: compare only what stands after the last `marker`, up to `end_marker`; no marker in the response scores 0.
+        ignore_case: compare without case.
+        ignore_whitespace: take runs of white space as one space, and none at the ends.
+
+    Raises:
+        ValueError: the row has no answer.
+    """
+    given = final_answer(response, marker, end_marker)
+
+    def normal(text: str) -> str:
+        text = " ".join(text.split()) if ignore_whitespace else text
+        return text.casefold() if ignore_case else text
+
+    return float(given is not None and normal(given) == normal(_text_of(answer)))
+
+
+def math_verify(response: str, answer: Any, *, marker: str | None = None, end_marker: str | None = None) -> float:
+    """1.0 when the response's last mathematical expression equals the answer (library `math-verify`), else 0.0.
+
+    The library's own time limits are off: they count a slow comparison as a wrong answer, so a score would depend on the machine's
+    load. The pool's limit makes it an error.
+
+    Raises:
+        ValueError: the row has no answer, or one that is not an expression.
+    """
+    from math_verify import parse, verify
+
+    gold_text = _text_of(answer)
+    marked = "\\boxed" in gold_text or "$" in gold_text
+    gold = parse(gold_text if marked else f"\\boxed{{{gold_text}}}", parsing_timeout=None, raise_on_error=True)
+    if not gold:
+        raise ValueError(f"the answer {gold_text!r} is not a mathematical expression")
+    given = final_answer(response, marker, end_marker)
+    if given is None:
+        return 0.0
+    # What a model writes may be any text: one that cannot be parsed or compared is a wrong answer, not an error.
+    return float(verify(gold, parse(given, parsing_timeout=None), timeout_seconds=None))
+
+
+@functools.lru_cache(maxsize=64)
+def _task(name: str, params: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, **json.loads(params))
+
+
+def reasoning_gym(
+    response: str, answer: Any, extra: Mapping[str, Any], *, marker: str | None = None, end_marker: str | None = None
+) -> float:
+    """The score that the row's reasoning-gym task gives the response (0 to 1; many tasks give partial credit).
+
+    Args:
+        response: text of the response.
+        answer: reference.
+        extra: the row's columns; a `reasoning_gym` source put the task there.
+        marker, end_marker: score only what stands after the last `marker`, up to `end_marker`; no marker in the response scores 0.
+
+    Raises:
+        ValueError: the row is not a reasoning-gym row.
+    """
+    row = extra.get("reasoning_gym")
+    if row is None:
+        raise ValueError(
+            "the row was not generated by reasoning-gym (its extra columns have no 'reasoning_gym'); use another function"
+        )
+    given = final_answer(response, marker, end_marker)
+    entry = {"question": row["question"], "answer": answer, "metadata": row["metadata"]}
+    task = _task(row["task"], json.dumps(row["params"], sort_keys=True))
+    return 0.0 if given is None else float(task.score_answer(answer=given.strip(), entry=entry))
+
+
+def _post(url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> Any:
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
+    with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+        return json.load(reply)
+
+
+def _post_with_retries(
+    url: str, body: bytes, headers: Mapping[str, str], attempts: int, backoff_s: float, timeout_s: float
+) -> Any:
+    for attempt in range(attempts):
+        try:
+            return _post(url, body, headers, timeout_s)
+        except urllib.error.HTTPError as error:
+            # Busy or broken servers may recover; a refused request would be refused again.
+            if error.code != 429 and error.code < 500:
+                raise
+            failure: Exception = error
+        except OSError as error:  # no connection, a reset, a timeout
+            failure = error
+        if attempt + 1 < attempts:
+            time.sleep(backoff_s * 2**attempt)
+    raise ConnectionError(f"{url}: {attempts} attempts failed, the last with: {failure}") from failure
+
+
+async def http(
+    prompt: str,
+    response: str,
+    answer: Any,
+    extra: Mapping[str, Any],
+    messages: list[dict[str, Any]],
+    *,
+    url: str,
+    headers: Mapping[str, str] | None = None,
+    attempts: int = 3,
+    backoff_s: float = 0.5,
+    attempt_timeout_s: float = 5.0,
+    score_key: str = "score",
+) -> float:
+    """The number a service gives: a JSON POST of prompt, response, answer, extra and messages; the reply's `score_key` is the score.
+
+    Args:
+        url: address of the service.
+        headers: further HTTP headers.
+        attempts: tries at connection errors, timeouts, status 429 and 5xx; the wait doubles from `backoff_s`.
+        backoff_s: first wait between tries, seconds.
+        attempt_timeout_s: limit of one try, seconds; the source's `timeout_s` bounds all of them.
+        score_key: field of the reply.
+
+    Raises:
+        ConnectionError: no try succeeded.
+        ValueError: the reply has no such field.
+    """
+    import asyncio
+
+    fields = {"prompt": prompt, "response": response, "answer": answer, "extra": extra, "messages": messages}
+    body = json.dumps(fields).encode()
+    reply = await asyncio.to_thread(
+        _post_with_retries, url, body, headers or {}, attempts, backoff_s, attempt_timeout_s
+    )
+    if not isinstance(reply, dict) or score_key not in reply:
+        raise ValueError(f"{url} replied {str(reply)[:200]}; it must be a JSON object with {score_key!r}")
+    return reply[score_key]
+
+
+def _text_of(answer: Any) -> str:
+    if answer is None or answer != answer:  # NaN is how tables write a missing cell
+        raise ValueError("the row has no answer; set the source's answer_key")
+    return answer if isinstance(answer, str) else str(answer)
+
+
+BUILT_IN: dict[str, Callable[..., Any]] = {
+    "exact_match": exact_match,
+    "math_verify": math_verify,
+    "reasoning_gym": reasoning_gym,
+    "http": http,
+}
+"""Functions that the config names without a module."""
