@@ -157,7 +157,7 @@ class RewardModelEngine:
             "pooler_config": {"use_activation": False},
             "max_num_seqs": effective_max_num_seqs(config, full_determinism),
             # A whole conversation fits one step: with chunked prefill off vLLM asks for that.
-            "max_num_batched_tokens": max(max_model_len, 2048),
+            "max_num_batched_tokens": max(max_model_len, 8192),
             "enable_prefix_caching": False,
             "enable_chunked_prefill": False,
             "enforce_eager": True,

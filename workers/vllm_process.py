@@ -142,17 +142,14 @@ def start_engine(
     for key in sorted(set(extra) & set(arguments) - _DEFAULTS):
         raise ValueError(f"{origin}.{key}: this engine needs {key}={arguments[key]!r}")
     _check_environment()
-    with _no_garbage_collection():
-        import torch
-
-        torch.set_num_threads(threads)
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        _check_known(extra, EngineArgs.__dataclass_fields__, origin)
+    with _quick_start():
+        engine_class, args_class = _import_vllm(threads)
+        _check_known(extra, args_class.__dataclass_fields__, origin)
         if device == "cpu":
             cpu_kernels.install(linear=cpu_linear, full_determinism=full_determinism)
-        return LLMEngine.from_engine_args(EngineArgs(**{**arguments, **extra}))
+        # vLLM collects garbage five times while it starts; what was imported so far need not be walked each time.
+        gc.freeze()
+        return engine_class.from_engine_args(args_class(**{**arguments, **extra}))
 
 
 def run_requests(engine: Any, requests: Iterable[tuple[list[int], Any, int]]) -> list[Any]:
@@ -231,14 +228,24 @@ def _check_environment() -> None:
         )
 
 
+def _import_vllm(threads: int) -> tuple[Any, Any]:
+    import torch
+
+    torch.set_num_threads(threads)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine, EngineArgs
+
+
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Importing vLLM makes millions of long-lived objects; collecting among them again and again is a fifth of the start."""
+def _quick_start() -> Iterator[None]:
+    """No automatic garbage collection: importing vLLM makes millions of lasting objects, and walking them again and again is a
+    fifth of the import's time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         if was_enabled:
             gc.enable()
