@@ -49,7 +49,7 @@ def gae(
     Returns:
         (advantages, returns), both [N, T] in the dtype of `rewards`, 0 outside the mask.
 
-    Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", eq. 11-16.
+    Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", eq. 16.
 
     Example:
         rewards [0, 1], values [0, 0], gamma 1, lam 0.95 -> advantages [0.95, 1.0], returns [0.95, 1.0].
@@ -113,7 +113,7 @@ def grpo(scores: Tensor, group: Tensor, mask: Tensor, use_std: bool = True, keep
 def rloo(scores: Tensor, group: Tensor, mask: Tensor, keep: Tensor | None = None) -> Tensor:
     """Score minus the mean score of the *other* members of the group; 0 for a group of one. Arguments as in `grpo`.
 
-    Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization", section 3.
+    Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization".
     """
 
     def per_group(members: Tensor) -> Tensor:

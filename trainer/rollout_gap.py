@@ -53,8 +53,8 @@ class RolloutCorrection:
 def token_weights(log_gap: Tensor, mask: Tensor, correction: RolloutCorrection) -> Tensor:
     """[N, T] weight of each token's loss, detached; 1 where nothing is corrected, 0 for sequences that are left out.
 
-    - decoupled: pi_old / pi_roll as it is (Hilton et al. 2022, "Batch size-invariance for policy optimization", eq. 2;
-      Fu et al. 2025, "AReaL", eq. 5).
+    - decoupled: pi_old / pi_roll as it is (Hilton et al. 2022, "Batch size-invariance for policy optimization";
+      Fu et al. 2025, "AReaL").
     - tis_cap: min(pi_old / pi_roll, cap) (Espeholt et al. 2018, IMPALA; Yao et al. 2025, "Your efficient RL framework
       secretly brings you off-policy RL training").
     - sequence masks: 0 when the geometric mean of the sequence's weights is out of bounds.

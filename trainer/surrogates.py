@@ -74,8 +74,8 @@ SurrogateFunction = Callable[[Terms, Clip], Surrogate]
 def ppo_clip(terms: Terms, clip: Clip) -> Surrogate:
     """-min(r A, clip(r, 1 - low, 1 + high) A); with dual clip, max(that objective, dual * A) where A < 0.
 
-    Source: Schulman et al. 2017, equation 7; separate bounds: Yu et al. 2025 (DAPO), equation 5; dual clip: Ye et al. 2020,
-    "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", equation 4.
+    Source: Schulman et al. 2017, equation 7; separate bounds: Yu et al. 2025 (DAPO); dual clip: Ye et al. 2020,
+    "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning".
     """
     return _clipped(terms.log_ratio.exp(), terms, clip)
 
@@ -87,7 +87,7 @@ def gspo(terms: Terms, clip: Clip) -> Surrogate:
     `seq_mean_token_mean`) this is exactly the sequence objective. The bounds are compared with s and are far smaller than
     PPO's (the paper: low 3e-4, high 4e-4).
 
-    Source: Zheng et al. 2025, "Group Sequence Policy Optimization", equations 5-7 and 13-15 (GSPO-token).
+    Source: Zheng et al. 2025, "Group Sequence Policy Optimization" (in its token-wise form).
     """
     counts = terms.mask.sum(dim=1).clamp(min=1)
     sequence = (row_sums(terms.log_ratio.detach(), terms.mask) / counts).to(terms.log_ratio.dtype)
@@ -101,7 +101,7 @@ def cispo(terms: Terms, clip: Clip) -> Surrogate:
 
     The paper leaves the lower bound open: clip low 1.0 does that.
 
-    Source: MiniMax 2025, "MiniMax-M1", equations 4-5.
+    Source: MiniMax 2025, "MiniMax-M1".
     """
     if clip.dual is not None:
         raise ValueError(f"algorithm.policy_loss.dual_clip={clip.dual} has no meaning for cispo; set it to null")
