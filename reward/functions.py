@@ -74,6 +74,8 @@ def load_function(spec: str, params: Mapping[str, Any]) -> LoadedFunction:
             for a parameter that it does not have.
     """
     function = BUILT_IN.get(spec) or _find(spec)
+    if spec in LIBRARIES:
+        importlib.import_module(LIBRARIES[spec])  # seconds of a first import do not belong into a call's limit
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -304,3 +306,6 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "http": http,
 }
 """Functions that the config names without a module."""
+
+LIBRARIES = {"math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}
+"""What a built-in function needs; imported when it is loaded."""

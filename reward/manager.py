@@ -1,0 +1,332 @@
+"""Scores episodes: the reward model and the functions at the same time, then one weighted sum a sample.
+
+    episodes --> functions in the pool (main process)  --+
+             --> reward model's replicas               --+--> by source --> error policy --> sum --> [normalise] --> Score
+
+Sources are added in a fixed order (the reward model, then the functions as configured). A source that fails on a sample never counts as
+a reward of 0: `reward.on_error` decides, and the failure is named. NaN and infinity end here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from configs.schema import RewardConfig
+from reward.normalise import RunningNormaliser
+from reward.pool import CallFailure, FunctionPool, FunctionSample, SourceResults
+from rollout.types import Episode, Score
+from workers.group import Launcher, WorkerGroup, deal, undeal
+
+logger = logging.getLogger(__name__)
+
+MODEL_SOURCE = "model"
+"""Name of the reward model among the sources."""
+ERROR_POLICIES = ("fail", "drop", "penalise")
+STATE_VERSION = 1
+_NAMED_FAILURES = 3
+
+T = TypeVar("T")
+
+
+class RewardError(RuntimeError):
+    """Scoring failed in a way that the configuration does not allow; names samples and sources."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    name: str
+    weight: float
+
+
+class RewardManager:
+    """Gives each episode its `Score`.
+
+    Args:
+        config: the reward group.
+        model_group: reward engines; needed when `config.model.path` is set.
+        tokenizer: the reward model's.
+        launcher: says where the loop runs, so that functions run once and every rank sees their scores; None: a single process.
+        log_dir: for the functions' output; None discards it.
+        model_context: tokens that the reward model takes; longer conversations are failures of their samples.
+
+    Raises:
+        RewardError: no source, two of one name, an unknown error policy, a reward model without engines.
+    """
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        model_group: WorkerGroup | None = None,
+        tokenizer: Any = None,
+        launcher: Launcher | None = None,
+        log_dir: Path | None = None,
+        model_context: int | None = None,
+    ) -> None:
+        self.config = config
+        self.sources = _sources(config)
+        if config.model.path is not None and (model_group is None or tokenizer is None):
+            raise RewardError("reward.model.path is set, but no reward engines or no tokenizer of theirs were given")
+        self._model_group = model_group if config.model.path is not None else None
+        self._tokenizer = tokenizer
+        self._model_context = model_context
+        self._is_main = launcher is None or launcher.is_main
+        self._on_main: Callable[[Callable[[], Any]], Any] = launcher.on_main if launcher is not None else _call
+        self._normaliser = RunningNormaliser() if config.normalise else None
+        self._pool: FunctionPool | None = None
+        if config.functions and self._is_main:
+            self._pool = FunctionPool(config.functions, config.function_workers, log_dir=log_dir)
+
+    def score(self, episodes: Sequence[Episode]) -> tuple[list[Score], dict[str, float]]:
+        """Scores for training, in the episodes' order, and their metrics (`reward_metrics`).
+
+        Raises:
+            RewardError: a source failed and `reward.on_error` is `fail`; every sample was dropped; the audit found a function that
+                scores differently when it is called again, under full determinism.
+            PoolError: a function cannot be run at all.
+            WorkerError: a reward engine failed.
+        """
+        results = self._score_sources(episodes)
+        audited = self._audit(episodes)
+        scores = self._combine(episodes, results)
+        if episodes and all(score.dropped for score in scores):
+            raise RewardError(f"every sample was dropped, so nothing is left to train on. {_first(_failures(results))}")
+        metrics = reward_metrics([source.name for source in self.sources], episodes, scores, results)
+        if self.config.audit_rows:
+            metrics["reward/audit_mismatches"] = float(len(audited))
+        return self._normalised(scores, metrics), metrics
+
+    def evaluate(self, episodes: Sequence[Episode]) -> list[Score]:
+        """Scores for validation: as `score`, but raw (no normalisation), and nothing that training remembers is touched."""
+        return self._combine(episodes, self._score_sources(episodes))
+
+    def start(self) -> None:
+        """Load the functions now instead of at the first step.
+
+        Raises:
+            PoolError: one cannot be loaded; names the source.
+        """
+        self._on_main(lambda: self._pool.start() if self._pool else None)
+
+    def close(self) -> None:
+        """End the functions' processes; safe to call twice."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: plain values."""
+        return {"version": STATE_VERSION, "normaliser": self._normaliser.state_dict() if self._normaliser else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            ValueError: the state is of another version, or was saved with another `reward.normalise`.
+        """
+        if state["version"] != STATE_VERSION:
+            raise ValueError(f"the reward state has version {state['version']}; this code reads {STATE_VERSION}")
+        if (state["normaliser"] is not None) != (self._normaliser is not None):
+            raise ValueError(f"the reward state was saved with another reward.normalise than {self.config.normalise}")
+        if self._normaliser is not None:
+            self._normaliser.load_state_dict(state["normaliser"])
+
+    def _score_sources(self, episodes: Sequence[Episode]) -> SourceResults:
+        """Raw results of every source, in the fixed order; the functions work while the reward model does."""
+        functions: Future[SourceResults] | None = None
+        if self._pool is not None:
+            # A source of weight 0 may fail without consequence: then its failure must not stop the others.
+            stop = self.config.on_error == "fail" and all(source.weight != 0 for source in self.sources)
+            functions = self._pool.submit([_function_sample(episode) for episode in episodes], stop_at_failure=stop)
+        results: SourceResults = {}
+        if self._model_group is not None:
+            results[MODEL_SOURCE] = self._score_model(episodes)
+        if self.config.functions:
+            results |= self._on_main(lambda: functions.result() if functions else {})
+        return results
+
+    def _score_model(self, episodes: Sequence[Episode]) -> list[float | CallFailure]:
+        from reward.model import RewardInput, reward_tokens
+
+        assert self._model_group is not None
+        results: list[float | CallFailure] = [_failure(episode, "skipped", "not scored") for episode in episodes]
+        rows: list[int] = []
+        inputs: list[list[int]] = []
+        for row, episode in enumerate(episodes):
+            ids = reward_tokens(episode.prompt, episode.text, self._tokenizer, self.config.model)
+            try:
+                RewardInput(episode.key, tuple(ids)).check(self._model_context or len(ids))
+            except ValueError as error:
+                results[row] = _failure(episode, "length", str(error))
+            else:
+                rows.append(row)
+                inputs.append(ids)
+        # Under torchrun every rank makes this call, with the same inputs.
+        replies = undeal(self._model_group.run("score", deal(inputs, self._model_group.size)))
+        if len(replies) != len(inputs):
+            raise RewardError(f"the reward engines returned {len(replies)} scores for {len(inputs)} conversations")
+        for row, value in zip(rows, replies, strict=True):
+            finite = math.isfinite(value)
+            results[row] = value if finite else _failure(episodes[row], "not_finite", f"the reward model gave {value}")
+        return results
+
+    def _audit(self, episodes: Sequence[Episode]) -> list[str]:
+        """Call each function twice on the first rows; returns a sentence for each difference."""
+        if not self.config.audit_rows or not self.config.functions:
+            return []
+
+        def call_twice() -> list[SourceResults]:
+            assert self._pool is not None
+            samples = [_function_sample(episode) for episode in episodes[: self.config.audit_rows]]
+            return [self._pool.score(samples), self._pool.score(samples)]
+
+        first, second = self._on_main(call_twice)
+        found = []
+        for name, values in first.items():
+            for row, (one, other) in enumerate(zip(values, second[name], strict=True)):
+                # A failure is the error policy's business.
+                if isinstance(one, float) and isinstance(other, float) and one != other:
+                    found.append(f"reward source {name!r} gave sample {_name(episodes[row])} {one!r}, then {other!r}")
+        if found:
+            text = "the same call was scored differently when it was repeated: " + "; ".join(found[:_NAMED_FAILURES])
+            if self.config.full_determinism:
+                raise RewardError(
+                    f"{text}. A run cannot repeat then (level D1): make the function depend on its arguments only, or set full_determinism=false"
+                )
+            logger.warning("%s", text)
+        return found
+
+    def _combine(self, episodes: Sequence[Episode], results: SourceResults) -> list[Score]:
+        """Error policy and weighted sum."""
+        weights = {source.name: source.weight for source in self.sources}
+        scores = [self._score_row(row, weights, results) for row in range(len(episodes))]
+        failures = _failures(results)
+        failed = sum(score.error is not None for score in scores)
+        if failed and self.config.on_error == "fail":
+            raise RewardError(
+                f"{failed} of {len(scores)} samples could not be scored. {_first(failures)}\n"
+                "reward.on_error=drop or penalise goes on without them"
+            )
+        if failures:
+            logger.warning(
+                "%d reward calls failed (reward.on_error=%s). %s", len(failures), self.config.on_error, _first(failures)
+            )
+        return scores
+
+    def _score_row(self, row: int, weights: Mapping[str, float], results: SourceResults) -> Score:
+        values = {name: entries[row] for name, entries in results.items()}
+        by_source = {name: value for name, value in values.items() if isinstance(value, float)}
+        # A source of weight 0 is only watched: that it failed changes no reward.
+        failures = [v for name, v in values.items() if isinstance(v, CallFailure) and weights[name] != 0]
+        total = _weighted_sum(by_source, weights)
+        error = "; ".join(str(failure) for failure in failures) or None
+        if error is None and not math.isfinite(total):
+            error = f"the weighted sum of {dict(by_source)} is {total}"
+        if error is None:
+            return Score(total, by_source)
+        if self.config.on_error == "penalise":
+            return Score(self.config.penalty, by_source, error=error)
+        return Score(0.0, by_source, dropped=True, error=error)
+
+    def _normalised(self, scores: list[Score], metrics: dict[str, float]) -> list[Score]:
+        """Totals in running standard deviations; a penalty stays what it is and is not counted."""
+        if self._normaliser is None:
+            return scores
+        self._normaliser.update([score.total for score in scores if score.error is None])
+        metrics["reward/running_mean"], metrics["reward/running_std"] = self._normaliser.mean, self._normaliser.std
+        return [
+            score if score.error is not None else Score(self._normaliser.apply(score.total), score.by_source)
+            for score in scores
+        ]
+
+
+def reward_metrics(
+    sources: Sequence[str], episodes: Sequence[Episode], scores: Sequence[Score], results: SourceResults
+) -> dict[str, float]:
+    """`reward/<source>/mean|std|min|max` (raw scores, before weights), `reward/<source>/errors`, `reward/total/...` over the samples
+    kept (before normalisation), `reward/errors|dropped|penalised` (samples), `data/<source of prompts>/reward` (mean total).
+    """
+    metrics: dict[str, float] = {}
+    for source in sources:
+        values = [score.by_source[source] for score in scores if source in score.by_source]
+        metrics |= _summary(f"reward/{source}", values)
+        metrics[f"reward/{source}/errors"] = float(sum(isinstance(entry, CallFailure) for entry in results[source]))
+    kept = [(episode, score) for episode, score in zip(episodes, scores, strict=True) if not score.dropped]
+    metrics |= _summary("reward/total", [score.total for _, score in kept])
+    metrics["reward/errors"] = float(sum(score.error is not None for score in scores))
+    metrics["reward/dropped"] = float(sum(score.dropped for score in scores))
+    metrics["reward/penalised"] = float(sum(score.error is not None for _, score in kept))
+    for name in sorted({episode.prompt.source for episode, _ in kept}):
+        totals = [score.total for episode, score in kept if episode.prompt.source == name]
+        metrics[f"data/{name}/reward"] = math.fsum(totals) / len(totals)
+    return metrics
+
+
+def _summary(prefix: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    mean = math.fsum(values) / len(values)
+    return {
+        f"{prefix}/mean": mean,
+        f"{prefix}/std": math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)),
+        f"{prefix}/min": min(values),
+        f"{prefix}/max": max(values),
+    }
+
+
+def _sources(config: RewardConfig) -> list[_Source]:
+    sources = [_Source(MODEL_SOURCE, config.model.weight)] if config.model.path is not None else []
+    sources += [_Source(function.name, function.weight) for function in config.functions]
+    names = [source.name for source in sources]
+    if not sources:
+        raise RewardError("no reward: set reward.model.path, or name functions in reward.functions")
+    for name in names:
+        if names.count(name) > 1:
+            raise RewardError(f"{names.count(name)} reward sources have the name {name!r}; each needs its own")
+    if config.on_error not in ERROR_POLICIES:
+        raise RewardError(f"reward.on_error is {config.on_error!r}; it must be one of {', '.join(ERROR_POLICIES)}")
+    return sources
+
+
+def _weighted_sum(by_source: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """In the order of the sources, from left to right, in float64."""
+    total = 0.0
+    for name, value in by_source.items():
+        if weights[name] != 0:
+            total += weights[name] * value
+    return total
+
+
+def _function_sample(episode: Episode) -> FunctionSample:
+    prompt = episode.prompt
+    messages = [dict(message) for message in prompt.messages]
+    return FunctionSample(_name(episode), prompt.text, episode.text, prompt.answer, prompt.extra, messages)
+
+
+def _name(episode: Episode) -> str:
+    return f"{episode.prompt.id} (task {episode.key.task}, sample {episode.key.sample})"
+
+
+def _failure(episode: Episode, kind: str, message: str) -> CallFailure:
+    return CallFailure(MODEL_SOURCE, _name(episode), kind, message)
+
+
+def _failures(results: SourceResults) -> list[CallFailure]:
+    found = [entry for entries in results.values() for entry in entries if isinstance(entry, CallFailure)]
+    # Calls that were not made are consequences, so they come last.
+    return sorted(found, key=lambda failure: failure.kind == "skipped")
+
+
+def _first(failures: Sequence[CallFailure]) -> str:
+    shown = [str(failure) for failure in failures[:_NAMED_FAILURES]]
+    more = [f"and {len(failures) - _NAMED_FAILURES} more"] if len(failures) > _NAMED_FAILURES else []
+    return "First:\n" + "\n".join(shown + more)
+
+
+def _call(function: Callable[[], T]) -> T:
+    return function()
