@@ -6,6 +6,7 @@ A run directory has everything (manifest, ledger, metrics, maybe raw values); W&
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,11 +92,8 @@ def _metrics_of(rows: Iterator[Mapping[str, Any]]) -> dict[int, dict[str, float]
 def _offline_rows(path: Path) -> Iterator[dict[str, Any]]:
     """History rows of a W&B offline log."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    store = DataStore()
-    store.open_for_scan(str(path))
-    while (data := store.scan_data()) is not None:
+    for data in _log_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
@@ -103,6 +101,28 @@ def _offline_rows(path: Path) -> Iterator[dict[str, Any]]:
             for item in record.history.item:
                 row["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
             yield row
+
+
+def _log_records(data: bytes) -> Iterator[bytes]:
+    """Records of a `.wandb` file: a 7-byte file header, then LevelDB's log format.
+
+    Blocks of 32 KiB hold chunks of (checksum 4, length 2, type 1, payload); a record is one chunk (type 1) or several (2, 3,
+    ..., 4); a block's last bytes that can't hold a header are padding. W&B has no public reader in this version.
+    """
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        room = 32768 - at % 32768
+        if room < 7:
+            at += room
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        chunk = data[at + 7 : at + 7 + length]
+        if kind == 0 or len(chunk) < length:
+            return  # padding, or a file that is still being written
+        parts = chunk if kind in (1, 2) else parts + chunk
+        at += 7 + length
+        if kind in (1, 4):
+            yield parts
 
 
 def _online_rows(source: str) -> Iterator[dict[str, Any]]:

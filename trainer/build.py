@@ -6,33 +6,43 @@ Order matters for speed: trainer ranks and engines take seconds to start, so eve
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from determinism.environment import process_env
+from configs.checks import rollout_context
+from configs.compose import to_dict
+from configs.problems import UserError
+from configs.roles import roles_needed
+from configs.schema import Config
+from determinism.digest import digest_value
+from determinism.environment import facts, process_env, write_manifest
 from determinism.ledger import Ledger
 from reward.manager import RewardManager
-
-from configs.compose import to_dict
-from configs.schema import Config
-from configs.validate import roles_needed
+from reward.model import check_reward_model
 from rollout.engine import find_eos_token_ids
 from rollout.episodes import Rollout
-from trainer.checkpoint import CheckpointStore
-from trainer.data import PromptData, PromptSampler
+from trainer.async_ppo import AsyncPPO
+from trainer.checkpoint import Checkpoint, CheckpointStore
+from trainer.data import PromptData, PromptSampler, data_digest
 from trainer.kl import controller
 from trainer.models import Models
-from trainer.ppo import Parts
+from trainer.ppo import PPO, Parts
+from trainer.prompts import load_tokenizer
 from trainer.record import Record
 from trainer.run_dir import RunDirectory
 from trainer.tiny import resolve
 from trainer.tracking import Tracker
 from trainer.validation import Validation
 from workers.group import Launcher, WorkerGroup
+from workers.resources import resolve_device
 
 logger = logging.getLogger(__name__)
+
+MODEL_FILES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".bin")
 
 
 @dataclass
@@ -88,35 +98,23 @@ def load_inputs(config: Config) -> Inputs:
     """Tokenizer and prompts, with every error that they can have.
 
     Raises:
-        ValueError: a tokenizer without EOS, a data source without its columns, prompts over the limit, too few rows.
+        UserError: a tokenizer without EOS, a data source without its columns, prompts over the limit, a reward model with
+            another number of labels than one.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(
-        config.model.tokenizer or config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
-    if config.model.chat_template is not None:
-        tokenizer.chat_template = config.model.chat_template
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"the tokenizer in {config.model.tokenizer or config.model.path} has no EOS token, so no response could ever end; "
-            "set eos_token in its tokenizer_config.json, or model.tokenizer to one that has it"
+    model = config.model
+    try:
+        tokenizer = load_tokenizer(model.tokenizer or model.path, model.chat_template, model.trust_remote_code)
+        if config.reward.model.path is not None:
+            check_reward_model(config.reward.model.path)
+        return Inputs(
+            tokenizer=tokenizer,
+            eos_ids=tuple(find_eos_token_ids(model.path, tokenizer.eos_token_id)),
+            train=PromptData(config.data, tokenizer, split="train"),
+            validation=PromptData(config.data, tokenizer, split="validation"),
+            context=rollout_context(config),
         )
-    context = config.rollout.max_model_len or (
-        config.data.max_prompt_tokens
-        + max(
-            s.max_new_tokens
-            for s in (config.rollout.sampling, config.rollout.validation, config.rollout.validation_sampled)
-            if s
-        )
-    )
-    return Inputs(
-        tokenizer=tokenizer,
-        eos_ids=tuple(find_eos_token_ids(Path(config.model.path), tokenizer.eos_token_id)),
-        train=PromptData(config.data, tokenizer, split="train"),
-        validation=PromptData(config.data, tokenizer, split="validation"),
-        context=context,
-    )
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
 
 
 def trainer_group(config: Config, launcher: Launcher, roles: list[str]) -> WorkerGroup:
@@ -151,9 +149,18 @@ def engine_groups(
     scoring = functools.partial(
         RewardModelEngine, reward.path, config=reward, max_model_len=reward.max_model_len or inputs.context, **shared
     )
-    return (
-        launcher.engine_group("rollout", rollout, config.rollout.replicas, env),
-        launcher.engine_group("reward", scoring, reward.replicas, env) if reward.path else None,
+    engines = launcher.engine_group(
+        "rollout",
+        rollout,
+        config.rollout.replicas,
+        env,
+        start_timeout_s=config.rollout.start_timeout_s,
+        gpus=config.rollout.tensor_parallel_size,
+    )
+    if reward.path is None:
+        return engines, None
+    return engines, launcher.engine_group(
+        "reward", scoring, reward.replicas, env, start_timeout_s=reward.start_timeout_s
     )
 
 
@@ -186,8 +193,8 @@ def assemble(
         config.reward, model_group=reward_group, tokenizer=reward_tokenizer(config), launcher=launcher, log_dir=run.logs
     )
     stack.callback(reward.close)
-    rollout = Rollout(rollout_group, inputs.decode, config.rollout.seed)
-    sampler = PromptSampler(inputs.train.prompts, config.data.prompts_per_step, config.data.seed, config.data.shuffle)
+    rollout = Rollout(rollout_group, inputs.train.codec.decode, config.rollout.seed)
+    sampler = PromptSampler(inputs.train, config.data.prompts_per_step, config.data.seed, config.data.shuffle)
     state = checkpoint.state() if checkpoint else None
     steps = total_steps(config, sampler)
     tracker = None
@@ -212,16 +219,50 @@ def assemble(
         store=CheckpointStore(run.checkpoints, config.trainer.keep_last, config.trainer.keep_every),
         kl=controller(config.algorithm.kl),
         on_main=launcher.on_main,
-        pad_id=inputs.pad_id,
+        pad_id=inputs.tokenizer.pad_token_id if inputs.tokenizer.pad_token_id is not None else inputs.eos_ids[0],
         eos_ids=inputs.eos_ids,
         roles=roles,
     )
-    ppo = PPO(config, parts, steps)
+    loop = AsyncPPO if config.rollout.max_head_offpolicyness > 0 else PPO
+    ppo = loop(config, parts, steps)
     if checkpoint and state:
         trainers.run("load", path=str(checkpoint.workers))
         ppo.load_state_dict(state)
-    launcher.on_main(lambda: None)
-    record_manifest(
-        config, launcher, run, inputs, {"trainer": trainers, "rollout": rollout_group, "reward": reward_group}
-    )
+    groups = {"trainer": trainers, "rollout": rollout_group, "reward": reward_group}
+    processes = {name: group.run("facts") for name, group in groups.items() if group is not None}
+    launcher.on_main(lambda: record_manifest(config, run, inputs, processes))
     return ppo
+
+
+def reward_tokenizer(config: Config) -> Any:
+    """The reward model's own tokenizer; None when no reward model is served."""
+    model = config.reward.model
+    if model.path is None:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        model.tokenizer or model.path, trust_remote_code=config.model.trust_remote_code
+    )
+
+
+def record_manifest(
+    config: Config, run: RunDirectory, inputs: Inputs, processes: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Write what was in force in each process, as read back there."""
+    named = {f"{name}-{i}": found for name, all_facts in processes.items() for i, found in enumerate(all_facts)}
+    digests = {
+        "train": data_digest(inputs.train.prompts),
+        "validation": data_digest(inputs.validation.prompts),
+    }
+    write_manifest(run.manifest, to_dict(config), {"driver": facts(), **named}, data=digests)
+
+
+def model_digest(path: str) -> str:
+    """Digest of what a checkpoint directory holds (weights, settings, tokenizer), by content."""
+    files = sorted(file for file in Path(path).iterdir() if file.is_file() and file.suffix in MODEL_FILES)
+    contents = []
+    for file in files:
+        with open(file, "rb") as opened:
+            contents.append([file.name, hashlib.file_digest(opened, "sha256").hexdigest()])
+    return digest_value(contents)
