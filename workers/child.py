@@ -8,6 +8,7 @@ Nothing heavy is imported here, so that the process is up in a few hundredths of
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import socket
@@ -48,45 +49,49 @@ def start_guard() -> int:
     return writing
 
 
-def serve(channel: Channel) -> None:
-    """Answer messages until "stop" or until the parent is gone."""
-    worker: Any = None
-    while True:
+class Host:
+    """Holds the worker and answers messages."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._worker: Any = None
+
+    def serve(self) -> None:
+        """Answer until "stop" or until the parent is gone."""
+        while True:
+            try:
+                parts = self._channel.receive()
+            except EOFError:
+                return
+            kind, *details = from_blob(parts[0])
+            if kind == "stop":
+                if hasattr(self._worker, "close"):
+                    self._worker.close()
+                return
+            if kind == "build":
+                self._answer(BUILD_ID, functools.partial(self._build, parts[1]))
+            else:
+                number, method, has_argument = details
+                self._answer(number, functools.partial(self._call, method, parts[1:], has_argument))
+            del parts  # the memory of large arguments is not kept until the next message
+
+    def _build(self, factory: memoryview) -> None:
+        self._worker = from_blob(factory)()
+
+    def _call(self, method: str, parts: list[memoryview], has_argument: bool) -> Any:
+        arguments = [from_blob(parts[0])] if has_argument else []
+        return invoke(self._worker, method, arguments, from_blob(parts[-1]))
+
+    def _answer(self, number: int, function: Callable[[], Any]) -> None:
         try:
-            parts = channel.receive()
-        except EOFError:
-            return
-        kind, *details = from_blob(parts[0])
-        if kind == "stop":
-            if hasattr(worker, "close"):
-                worker.close()
-            return
-        if kind == "build":
-            worker = _answer(channel, BUILD_ID, lambda parts=parts: from_blob(parts[1])(), keep=True)
-            continue
-        number, method, has_argument = details
-
-        def call(parts: list[memoryview] = parts, method: str = method, has_argument: bool = has_argument) -> Any:
-            arguments = [from_blob(parts[1])] if has_argument else []
-            return invoke(worker, method, arguments, from_blob(parts[-1]))
-
-        _answer(channel, number, call)
-
-
-def _answer(channel: Channel, number: int, function: Callable[[], Any], keep: bool = False) -> Any:
-    """Send the function's result (or only that it ended well, and return the result, when it is to be kept here)."""
-    result = None
-    try:
-        result = function()
-        blobs = [Blob(("ok", number)), Blob(None if keep else result)]
-    except Exception as error:
-        blobs = [Blob(("error", number, traceback_text(error))), Blob(None)]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    channel.send(blobs)
-    for blob in blobs:
-        blob.close()
-    return result if keep else None
+            blobs = [Blob(("ok", number)), Blob(function())]
+        except Exception as error:
+            blobs = [Blob(("error", number, traceback_text(error))), Blob(None)]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._channel.send(blobs)
+        for blob in blobs:
+            blob.close()
 
 
 def main() -> None:
@@ -96,8 +101,9 @@ def main() -> None:
     # Neither may live on in a child of the worker: the parent and the guard take a closed end for this process's end.
     os.set_inheritable(fd, False)
     guard = start_guard()
-    os.register_at_fork(after_in_child=lambda: (os.close(fd), os.close(guard)))
-    serve(Channel(socket.socket(fileno=fd)))
+    os.register_at_fork(after_in_child=functools.partial(os.closerange, fd, fd + 1))
+    os.register_at_fork(after_in_child=functools.partial(os.closerange, guard, guard + 1))
+    Host(Channel(socket.socket(fileno=fd))).serve()
     os.write(guard, b"\n")
 
 

@@ -193,13 +193,15 @@ class ProcessGroup:
                     raise WorkerError(child.failed(f"raised in {method}", details[0]))
                 results[waiting[channel]] = from_blob(body)
             for channel, index in waiting.items():
-                if channel not in ready and self._children[index].process.poll() is not None:
-                    # Its last words may have come in between; they are read in the next round.
-                    if not select.select([channel], [], [], 0)[0]:
-                        self._raise_death(self._children[index], method)
+                ended = channel not in ready and self._children[index].process.poll() is not None
+                # Its last words may have come in between; they are read in the next round.
+                if ended and not select.select([channel], [], [], 0)[0]:
+                    self._raise_death(self._children[index], method)
             if deadline is not None and time.monotonic() > deadline:
                 late = [child for i, child in enumerate(self._children) if i not in results]
-                raise WorkerError(late[0].failed(f"was not ready after {timeout_s:g} s ({len(late)} of {self.size} were not)"))
+                raise WorkerError(
+                    late[0].failed(f"was not ready after {timeout_s:g} s ({len(late)} of {self.size} were not)")
+                )
         self._idle = True
         return [results[i] for i in range(len(self._children))]
 

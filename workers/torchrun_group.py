@@ -37,36 +37,29 @@ class TorchrunLauncher:
         device: str = "cpu",
         process_env: Mapping[str, str] | None = None,
         timeout_s: float = 600.0,
+        exit_stack: contextlib.ExitStack | None = None,
     ) -> None:
         """Join the ranks that torchrun started (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), or be the only one.
 
         Args:
             process_env: variables that every engine gets.
             timeout_s: longest wait for the other ranks, in one collective or one gathering of results.
+            exit_stack: what `close` undoes last, also when this fails.
 
         Raises:
             RuntimeError, ValueError: from torch.distributed, when ranks are missing.
         """
-        from workers import distributed
-
-        self.exit_stack = contextlib.ExitStack()
-        """Further things to undo in `close`, last one first."""
+        self._exit_stack = exit_stack or contextlib.ExitStack()
         self._run_dir = run_dir
         self._device = device
         self._process_env = dict(process_env or {})
         self._timeout_s = timeout_s
         self._groups: list[WorkerGroup] = []
-        store = None
-        if "RANK" not in os.environ:
-            store = distributed.open_store("127.0.0.1", 1, timeout_s)
-            distributed.set_rank_variables(0, 1, 0, "127.0.0.1", store.port)
-            self.exit_stack.callback(_forget_rank_variables)
-        self.rank = int(os.environ["RANK"])
-        self.world_size = int(os.environ["WORLD_SIZE"])
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.is_main = self.rank == 0
-        distributed.init_process_group(device, self.rank, self.world_size, self.local_rank, timeout_s, store)
-        self._main_group = distributed.object_group(timeout_s)
+        try:
+            self._join_ranks()
+        except BaseException:
+            self._exit_stack.close()
+            raise
 
     def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
         """See `Launcher.trainer_group`; the worker is built here, on every rank.
@@ -131,9 +124,26 @@ class TorchrunLauncher:
         groups, self._groups = self._groups, []
         for group in reversed(groups):
             group.close()
-        if groups and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
-        self.exit_stack.close()
+        self._exit_stack.close()
+
+    def _join_ranks(self) -> None:
+        from workers import distributed
+
+        store = None
+        if "RANK" not in os.environ:
+            store = distributed.open_store("127.0.0.1", 1, self._timeout_s)
+            distributed.set_rank_variables(0, 1, 0, "127.0.0.1", store.port)
+            self._exit_stack.callback(_forget_rank_variables)
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.is_main = self.rank == 0
+        distributed.init_process_group(
+            self._device, self.rank, self.world_size, self.local_rank, self._timeout_s, store
+        )
+        self._main_group = distributed.object_group(self._timeout_s)
 
     def _keep(self, group: WorkerGroup) -> WorkerGroup:
         self._groups.append(group)
@@ -184,7 +194,12 @@ class _EngineGroup:
     """This rank's replicas, seen by all ranks."""
 
     def __init__(
-        self, start: Callable[[Sequence[int]], ProcessGroup], replicas: int, rank: int, world_size: int, timeout_s: float
+        self,
+        start: Callable[[Sequence[int]], ProcessGroup],
+        replicas: int,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
     ) -> None:
         from workers.distributed import object_group
 

@@ -1,0 +1,181 @@
+"""Workers as Ray actors, on one real local Ray."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.workers.toy import Broken, Slow, Stubborn, Toy
+from workers.group import WorkerError
+from workers.ray_group import RayHandle, RayLauncher
+from workers.resources import Needs, ResourceError
+
+NEEDS = Needs(slots=2, threads=1, gpus_per_slot=0, reason="the tests' two ranks")
+ENV = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "3"}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def launcher(run_dir):
+    made = RayLauncher(run_dir, NEEDS, num_cpus=2, process_env=ENV, timeout_s=60.0)
+    yield made
+    made.close()
+    assert not psutil.Process().children(recursive=True)
+
+
+@pytest.fixture(scope="module")
+def trainers(launcher):
+    return launcher.trainer_group(functools.partial(Toy, 100), 2)
+
+
+@pytest.fixture(scope="module")
+def engines(launcher):
+    return launcher.engine_group("engine", Toy, 2, {"EXTRA": "yes"})
+
+
+def test_each_worker_gets_its_argument_and_all_get_the_keywords(trainers):
+    assert trainers.run("add", [1, 2], factor=10) == [110, 120]
+    assert trainers.run("add", [1, 2]) == [111, 122]
+    assert trainers.run("part.double", [3, 4]) == [6, 8]
+
+
+def test_trainer_ranks_are_in_one_process_group(trainers):
+    assert trainers.run("all_reduce", value=10.0) == [21.0, 21.0]
+    assert trainers.run("variable", ["RANK", "RANK"]) == ["0", "1"]
+    assert trainers.run("variable", ["WORLD_SIZE", "MASTER_ADDR"])[0] == "2"
+
+
+def test_variables_are_in_place_before_the_interpreter_starts(trainers, engines):
+    expected = subprocess.run(
+        [sys.executable, "-c", "print(hash('exactrl'))"], env={"PYTHONHASHSEED": "7"}, capture_output=True, text=True
+    )
+    assert engines.run("text_hash") + trainers.run("text_hash") == [int(expected.stdout)] * 4
+    assert engines.run("variable", ["EXTRA", "OMP_NUM_THREADS"]) == ["yes", "3"]
+    assert engines.run("variable", ["RANK", "WORLD_SIZE"]) == [None, None]
+
+
+def test_engines_share_the_slots_of_the_ranks_and_are_processes_of_their_own(trainers, engines):
+    assert len({os.getpid(), *trainers.run("pid"), *engines.run("pid")}) == 5
+
+
+def test_output_of_python_and_of_native_code_is_in_the_log(engines, run_dir):
+    engines.run("speak")
+    for i in range(2):
+        text = (run_dir / "logs" / f"engine-{i}.log").read_text()
+        assert all(line in text for line in ("printed by python", "complained by python", "put by C"))
+
+
+def test_an_exported_value_is_passed_to_another_group_without_coming_here(trainers, engines):
+    handle = trainers.export("make_weights")
+    assert isinstance(handle, RayHandle)
+    assert engines.run("load", weights=handle) == [99_999 * 100_000 / 2 + 1] * 2
+
+
+def test_a_receiver_may_write_to_what_it_received(engines):
+    large = torch.ones(1_000_000)
+    first, second = engines.run("negate", [large, large])
+    assert torch.equal(large, torch.ones(1_000_000))
+    first.zero_()
+    assert torch.equal(second, -large)
+
+
+def test_an_exception_carries_the_workers_own_traceback_and_log_and_the_group_goes_on(engines):
+    with pytest.raises(WorkerError) as caught:
+        engines.run("fail", message="only a test")
+    message = str(caught.value)
+    assert "engine-" in message
+    assert "ValueError: only a test" in message
+    assert "toy.py" in message
+    assert "about to fail" in message
+    assert "ray_group.py" not in message
+    assert engines.run("part.double", [1, 2]) == [2, 4]
+
+
+def test_a_rank_that_raises_is_not_waited_for_although_the_other_is_stuck(trainers):
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="TypeError"):
+        trainers.run("sleep", [3.0, "not a number"])
+    assert time.monotonic() - began < 2.0
+    assert trainers.run("part.double", [1, 2]) == [2, 4]
+
+
+def test_the_wrong_number_of_arguments_is_refused(engines):
+    with pytest.raises(ValueError, match="3 sharded arguments for 2 workers"):
+        engines.run("add", [1, 2, 3])
+
+
+def test_more_workers_than_slots_are_refused_at_once(launcher):
+    with pytest.raises(ResourceError, match="3 slots needed, 2 reserved"):
+        launcher.engine_group("many", Toy, 3, {})
+
+
+def test_a_cluster_that_is_too_small_is_told_at_once(launcher, run_dir):
+    needs = Needs(slots=64, threads=1, gpus_per_slot=0, reason="a test")
+    with pytest.raises(ResourceError, match="64 CPUs needed, 2 available on the Ray cluster"):
+        RayLauncher(run_dir, needs)
+    with pytest.raises(ResourceError, match="1 GPUs needed, 0 available"):
+        RayLauncher(run_dir, Needs(1, 1, 1, "a test"))
+
+
+def test_a_failure_at_start_shows_the_traceback_and_the_log(launcher):
+    with pytest.raises(WorkerError) as caught:
+        launcher.engine_group("broken", Broken, 1, {})
+    assert "RuntimeError: no such model" in str(caught.value)
+    assert "building" in str(caught.value)
+
+
+def test_a_start_that_takes_too_long_is_ended(launcher):
+    with pytest.raises(WorkerError, match=r"slow-0 was not ready after 4 s"):
+        launcher.engine_group("slow", Slow, 1, {}, start_timeout_s=4.0)
+
+
+def test_a_killed_worker_is_noticed_within_seconds_although_the_others_are_busy(launcher):
+    group = launcher.engine_group("victim", Toy, 2, {})
+    victim = group.run("pid")[1]
+    threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"victim-1 \(pid {victim}\) died during sleep"):
+        group.run("sleep", [60.0, 60.0])
+    assert time.monotonic() - began < 5.0
+    group.close()
+
+
+def test_close_ends_stubborn_workers_and_their_children(launcher):
+    group = launcher.engine_group("stubborn", Stubborn, 1, {})
+    pids = [*group.run("pid"), *group.run("spawn_sleeper")]
+    began = time.monotonic()
+    group.close()
+    group.close()
+    assert time.monotonic() - began < 8.0
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    with pytest.raises(WorkerError, match="after the group was closed"):
+        group.run("pid")
+
+
+def test_a_hundred_megabytes_there_and_back(engines):
+    tensor = torch.ones(25_000_000)
+    began = time.perf_counter()
+    engines.run("echo", [tensor, 0])
+    large = time.perf_counter() - began
+    began = time.perf_counter()
+    engines.run("load", weights={"w": tensor, "b": tensor[0]})
+    shared = time.perf_counter() - began
+    began = time.perf_counter()
+    for _ in range(50):
+        engines.run("pid")
+    small = (time.perf_counter() - began) / 50
+    print(f"ray: 100 MB there and back {large * 1e3:.0f} ms, to two at once {shared * 1e3:.0f} ms, a call {small * 1e6:.0f} us")

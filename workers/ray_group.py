@@ -1,0 +1,488 @@
+"""One driver and remote actors, on a Ray of this machine or on an existing cluster.
+
+Each worker is an actor: a process of its own, its variables in place before its interpreter starts, its output in
+`logs/{name}-{i}.log` on its node. A placement group reserves the run's slots (`resources.py`); actors ask for no CPUs of their
+own and are put into the slots, so that ranks and engines which take turns share them.
+
+Arguments and results are packed by `transport.py`, since Ray would pickle a tensor the slow way; a failure travels as text,
+so that the user sees the worker's own traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+
+from workers.calls import invoke, log_size, log_tail, traceback_text
+from workers.group import WorkerError, WorkerFactory, WorkerGroup
+from workers.processes import end_processes, import_path
+from workers.resources import Needs, ResourceError
+from workers.transport import pack, unpack
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+PUT_LIMIT = 100 * 1024
+"""Bytes. Keywords larger than this go to the object store once instead of to each actor."""
+RESERVE_S = 60.0
+"""Longest wait for the slots; on a shared cluster others may hold them."""
+POLITE_S = 3.0
+"""How long idle workers may take to close themselves before their actors are killed."""
+
+Wire = tuple[bytes, list[np.ndarray]]
+"""A packed value as Ray carries it: arrays travel beside the pickle without a copy."""
+
+
+@dataclass(frozen=True)
+class RayHandle:
+    """A result that stayed in the object store; pass it as a keyword to another group's `run`."""
+
+    ref: Any
+    """Ray's reference to (`ok`, wire) of worker 0."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a rank and its engines live."""
+
+    bundle: int
+    """Index in the placement group."""
+    node: str
+    """Ray's id of the node."""
+    gpus: tuple[str, ...]
+    """Device ids on that node."""
+
+
+class RayLauncher:
+    """A `Launcher` with one driver."""
+
+    is_main = True
+
+    def __init__(
+        self,
+        run_dir: Path,
+        needs: Needs,
+        *,
+        address: str | None = None,
+        num_cpus: int | None = None,
+        device: str = "cpu",
+        process_env: Mapping[str, str] | None = None,
+        timeout_s: float = 600.0,
+        exit_stack: contextlib.ExitStack | None = None,
+    ) -> None:
+        """Start Ray on this machine, or join the cluster at `address`, and reserve the slots.
+
+        A Ray to which this process is already connected is used and left running.
+
+        Args:
+            needs: checked here against a cluster; against this machine `launch.py` checks it earlier.
+            num_cpus: CPUs that a Ray started here counts; null takes the machine's.
+            process_env: variables that every worker gets.
+            timeout_s: longest wait for one collective of the trainer ranks.
+            exit_stack: what `close` undoes last, also when this fails.
+
+        Raises:
+            ResourceError: the cluster has less than `needs`, or others hold it.
+            ConnectionError: there is no cluster at `address`.
+        """
+        self._exit_stack = exit_stack or contextlib.ExitStack()
+        self._run_dir = run_dir
+        self._needs = needs
+        self._device = device
+        self._process_env = dict(process_env or {})
+        self._timeout_s = timeout_s
+        self._groups: list[_RayGroup] = []
+        try:
+            if _start_ray(address, num_cpus):
+                self._exit_stack.callback(_stop_ray)
+            self._placement = _reserve(needs)
+            self._exit_stack.callback(_release, self._placement)
+            self._slots = _locate(self._placement, needs)
+        except BaseException:
+            self._exit_stack.close()
+            raise
+
+    def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
+        """See `Launcher.trainer_group`."""
+        self._check_slots("trainer", num_ranks)
+        # A rank sees its own device only, so it is always device 0 to it.
+        envs = [self._env({"RANK": str(i), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}) for i in range(num_ranks)]
+        group = self._group("trainer", num_ranks, envs, 1, self._timeout_s)
+        with group.closing_on_error():
+            host, port = group.call_one(0, "open_store", num_ranks, self._timeout_s)
+            rendezvous = [(self._device, i, num_ranks, host, port, self._timeout_s) for i in range(num_ranks)]
+            group.build(factory, rendezvous)
+        return group
+
+    def engine_group(
+        self,
+        name: str,
+        factory: WorkerFactory,
+        replicas: int,
+        env: Mapping[str, str],
+        *,
+        start_timeout_s: float = 300.0,
+        gpus: int = 1,
+    ) -> WorkerGroup:
+        """See `Launcher.engine_group`."""
+        gpus = gpus if self._device == "cuda" else 1
+        self._check_slots(name, replicas * gpus)
+        group = self._group(name, replicas, [self._env(env)] * replicas, gpus, start_timeout_s)
+        with group.closing_on_error():
+            group.build(factory, [None] * replicas)
+        return group
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """See `Launcher.on_main`; the driver is the main process."""
+        return function()
+
+    def close(self) -> None:
+        """End all actors, and Ray itself if it was started here."""
+        groups, self._groups = self._groups, []
+        for group in reversed(groups):
+            group.close()
+        self._exit_stack.close()
+
+    def _env(self, env: Mapping[str, str]) -> dict[str, str]:
+        basic = {"OMP_NUM_THREADS": str(self._needs.threads), "PYTHONUNBUFFERED": "1", "PYTHONPATH": import_path()}
+        return {**basic, **self._process_env, **env}
+
+    def _check_slots(self, name: str, count: int) -> None:
+        if count > self._needs.slots:
+            raise ResourceError(f"{name}: {count} slots needed, {self._needs.slots} reserved ({self._needs.reason})")
+
+    def _group(self, name: str, size: int, envs: list[dict[str, str]], gpus: int, timeout_s: float) -> _RayGroup:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        actors = []
+        for i, env in enumerate(envs):
+            places = self._slots[i * gpus : (i + 1) * gpus]
+            if self._device == "cuda":
+                if len({slot.node for slot in places}) > 1:
+                    raise ResourceError(f"{name}-{i} needs {gpus} GPUs of one node, but its slots are on several")
+                # The slot's GPU is held by the reservation; Ray must not hide it from actors that ask for none.
+                devices = ",".join(device for slot in places for device in slot.gpus)
+                env = {**env, "CUDA_VISIBLE_DEVICES": devices, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+            where = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=places[0].bundle)
+            options = ray.remote(ActorHost).options(
+                num_cpus=0, scheduling_strategy=where, runtime_env={"env_vars": env}
+            )
+            actors.append(options.remote(f"{name}-{i}", str(self._log(name, i))))
+        group = _RayGroup(name, actors, [self._log(name, i) for i in range(size)], timeout_s)
+        self._groups.append(group)
+        return group
+
+    def _log(self, name: str, i: int) -> Path:
+        return self._run_dir.absolute() / "logs" / f"{name}-{i}.log"
+
+
+class ActorHost:
+    """What runs in an actor: a worker, and the way to it."""
+
+    def __init__(self, label: str, log_file: str) -> None:
+        import faulthandler
+
+        self._label = label
+        self._log = Path(log_file)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = log_size(self._log)
+        # On the level of descriptors, so that native code's output comes along.
+        fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        os.close(fd)
+        faulthandler.enable(2)
+        self._worker: Any = None
+        self._store: Any = None
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def open_store(self, world_size: int, timeout_s: float) -> tuple[str, int]:
+        """The ranks' rendezvous on this actor's node: (address, port)."""
+        import ray
+
+        from workers.distributed import open_store
+
+        host = ray.util.get_node_ip_address()
+        self._store = open_store(host, world_size, timeout_s)
+        return host, self._store.port
+
+    def build(self, factory: Wire, rendezvous: tuple[str, int, int, str, int, float] | None) -> tuple[str, Any]:
+        """Join the other ranks, when there is a rendezvous, and build the worker."""
+
+        def build() -> None:
+            if rendezvous is not None:
+                self._join(*rendezvous)
+            self._worker = _from_wire(factory)()
+
+        return self._answer("its start", build)
+
+    def call(
+        self, method: str, argument: Wire | None, common: Wire, names: Sequence[str], *handles: Any
+    ) -> tuple[str, Any]:
+        """Call the worker; `handles` are the values of exported results, `names` their keywords."""
+
+        def call() -> Any:
+            keywords = _from_wire(common)
+            keywords.update({name: _from_wire(value) for name, (_, value) in zip(names, handles, strict=True)})
+            return invoke(self._worker, method, [] if argument is None else [_from_wire(argument)], keywords)
+
+        return self._answer(method, call)
+
+    def stop(self) -> None:
+        """Let the worker close itself."""
+        if hasattr(self._worker, "close"):
+            self._worker.close()
+
+    def _join(self, device: str, rank: int, world_size: int, host: str, port: int, timeout_s: float) -> None:
+        from workers import distributed
+
+        distributed.set_rank_variables(rank, world_size, 0, host, port)
+        store = self._store or distributed.connect_store(host, port, world_size, timeout_s)
+        distributed.init_process_group(device, rank, world_size, 0, timeout_s, store)
+
+    def _answer(self, method: str, function: Callable[[], Any]) -> tuple[str, Any]:
+        try:
+            answer: tuple[str, Any] = ("ok", _to_wire(function()))
+        except Exception as error:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            what = f"{self._label} (pid {os.getpid()}) raised in {method}"
+            answer = ("error", "\n".join([what, traceback_text(error), log_tail(self._log, self._log_start)]))
+        return answer
+
+
+class _RayGroup:
+    """A `WorkerGroup` of actors."""
+
+    def __init__(self, name: str, actors: Sequence[Any], logs: Sequence[Path], start_timeout_s: float) -> None:
+        self.name = name
+        self.size = len(actors)
+        self._actors = list(actors)
+        self._logs = logs
+        self._starts = [log_size(path) for path in logs]
+        self._deadline = time.monotonic() + start_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._idle = False
+        self._pids: list[int] = []
+
+    def build(self, factory: WorkerFactory, rendezvous: Sequence[Any]) -> None:
+        """Build every worker; raises as `run` does, and when the group's start takes too long."""
+        wire = _to_wire(factory)
+        refs = [actor.build.remote(wire, place) for actor, place in zip(self._actors, rendezvous, strict=True)]
+        self._collect(refs, "its start", self._deadline)
+        self._pids = self.ask("pid")
+
+    def call_one(self, index: int, name: str, *arguments: Any) -> Any:
+        """A method of one actor's host."""
+        import ray
+
+        ref = getattr(self._actors[index], name).remote(*arguments)
+        self._wait([ref], [index], name, self._deadline)
+        return ray.get(ref)
+
+    def ask(self, name: str) -> list[Any]:
+        """A method without arguments of every actor's host."""
+        import ray
+
+        return ray.get([getattr(actor, name).remote() for actor in self._actors])
+
+    def run(self, method: str, sharded: Sequence[Any] | None = None, /, **common: Any) -> list[Any]:
+        return [_from_wire(wire) for wire in self._collect(self._send(method, sharded, common), method)]
+
+    def export(self, method: str, /, **common: Any) -> Any:
+        refs = self._send(method, None, {"everywhere": False, **common})
+        self._wait(refs, range(self.size), method, None)
+        self._idle = True
+        return RayHandle(refs[0])
+
+    def close(self) -> None:
+        import ray
+
+        actors, self._actors = self._actors, []
+        if not actors or not ray.is_initialized():
+            return
+        mine = []
+        for pid in self._pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                mine += [process := psutil.Process(pid), *process.children(recursive=True)]
+        if self._idle:
+            ray.wait([actor.stop.remote() for actor in actors], num_returns=len(actors), timeout=POLITE_S)
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        end_processes([process for process in mine if process.pid != os.getpid()])
+
+    @contextlib.contextmanager
+    def closing_on_error(self) -> Any:
+        """Leave nothing behind when the group's start fails."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _send(self, method: str, sharded: Sequence[Any] | None, common: dict[str, Any]) -> list[Any]:
+        import ray
+
+        if not self._actors:
+            raise WorkerError(f"{self.name}.{method} was called after the group was closed")
+        if sharded is not None and len(sharded) != self.size:
+            raise ValueError(f"{self.name}.{method}: {len(sharded)} sharded arguments for {self.size} workers")
+        handles = {key: value.ref for key, value in common.items() if isinstance(value, RayHandle)}
+        plain = pack({key: value for key, value in common.items() if key not in handles})
+        keywords: Any = _as_wire(plain)
+        if plain.nbytes > PUT_LIMIT and self.size > 1:
+            keywords = ray.put(keywords)
+        arguments = [None] * self.size if sharded is None else [_to_wire(value) for value in sharded]
+        self._idle = False
+        return [
+            actor.call.remote(method, argument, keywords, list(handles), *handles.values())
+            for actor, argument in zip(self._actors, arguments, strict=True)
+        ]
+
+    def _collect(self, refs: Sequence[Any], method: str, deadline: float | None = None) -> list[Wire]:
+        import ray
+
+        self._wait(refs, range(self.size), method, deadline)
+        self._idle = True
+        return [wire for _, wire in ray.get(list(refs))]
+
+    def _wait(self, refs: Sequence[Any], indices: Sequence[int], method: str, deadline: float | None) -> None:
+        """Wait for all; raise the first failure to arrive without waiting for the others (a rank may be stuck because of it)."""
+        import ray
+
+        index_of = dict(zip(refs, indices, strict=True))
+        pending = list(refs)
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=1.0)
+            for ref in ready:
+                try:
+                    answer = ray.get(ref)
+                except ray.exceptions.RayError as error:
+                    raise WorkerError(self._death(index_of[ref], method, error)) from None
+                if isinstance(answer, tuple) and answer[0] == "error":
+                    raise WorkerError(answer[1])
+            if pending and deadline is not None and time.monotonic() > deadline:
+                late = index_of[pending[0]]
+                tail = log_tail(self._logs[late], self._starts[late])
+                raise WorkerError(
+                    f"{self.name}-{late} was not ready after {self._start_timeout_s:g} s ({len(pending)} of {self.size} were not)\n{tail}"
+                )
+
+    def _death(self, index: int, method: str, error: Exception) -> str:
+        pid = f" (pid {self._pids[index]})" if self._pids else ""
+        cause = getattr(error, "cause", None)
+        text = f"{type(error).__name__}: {error}" if cause is None else traceback_text(cause)
+        return (
+            f"{self.name}-{index}{pid} died during {method}\n{text}\n{log_tail(self._logs[index], self._starts[index])}"
+        )
+
+
+def _as_wire(packed: Any) -> Wire:
+    return packed.header, [np.frombuffer(buffer, dtype=np.uint8) for buffer in packed.buffers]
+
+
+def _to_wire(value: Any) -> Wire:
+    return _as_wire(pack(value))
+
+
+def _from_wire(wire: Wire) -> Any:
+    """Unpack; copies, since the object store's memory is shared and must not be written to."""
+    header, arrays = wire
+    return unpack(header, [bytearray(array) for array in arrays])
+
+
+def _start_ray(address: str | None, num_cpus: int | None) -> bool:
+    """Connect; True when it was done here and is to be undone here."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's answer to actors without GPUs: leave CUDA_VISIBLE_DEVICES alone (and don't warn about it).
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    if ray.is_initialized():
+        return False
+    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "exactrl"}
+    if address is not None:
+        ray.init(address=address, **quiet)
+    else:
+        # "local": a cluster that RAY_ADDRESS names is joined only when launcher.ray_address says so.
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+    return True
+
+
+def _stop_ray() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def _reserve(needs: Needs) -> Any:
+    """A placement group of one bundle a slot.
+
+    Raises:
+        ResourceError: the cluster is too small, or the slots are not free in time.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    from workers.resources import check
+
+    total = ray.cluster_resources()
+    where = f"the Ray cluster of {len(ray.nodes())} node(s)"
+    check(
+        needs,
+        total.get("CPU", 0),
+        total.get("GPU", 0),
+        where,
+        "Add nodes, or set launcher.ray_num_cpus when Ray is started by the run.",
+    )
+    bundle: dict[str, float] = {"CPU": needs.threads}
+    if needs.gpus_per_slot:
+        bundle["GPU"] = needs.gpus_per_slot
+    group = placement_group([bundle] * needs.slots, strategy="PACK")
+    if not group.wait(RESERVE_S):
+        free = ray.available_resources()
+        remove_placement_group(group)
+        raise ResourceError(
+            f"{needs.cpus} CPUs and {needs.gpus} GPUs needed, {free.get('CPU', 0):g} and {free.get('GPU', 0):g} free on {where} "
+            f"after {RESERVE_S:g} s ({needs.reason}): others hold the rest"
+        )
+    return group
+
+
+def _release(group: Any) -> None:
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    if ray.is_initialized():
+        remove_placement_group(group)
+
+
+def _locate(group: Any, needs: Needs) -> list[Slot]:
+    """Where each slot is. On CPU nobody needs to know; on CUDA a probe in each slot tells its node and devices."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    if not needs.gpus_per_slot:
+        return [Slot(i, "", ()) for i in range(needs.slots)]
+
+    def probe() -> tuple[str, list[Any]]:
+        return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
+
+    task = ray.remote(probe)
+    refs = [
+        task.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote()
+        for i in range(needs.slots)
+    ]
+    return [Slot(i, node, tuple(map(str, gpus))) for i, (node, gpus) in enumerate(ray.get(refs))]
