@@ -8,7 +8,6 @@ came as `key=`, `+key=` or `++key=`, and so that all problems come together. Not
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,11 +15,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from configs.files import ComposedFiles, compose_files, group_options, unknown_option
+from configs.files import compose_files, group_options, unknown_option
 from configs.problems import ConfigError, Problem
 from configs.schema import Config
 from configs.suggest import suggest_key
-from configs.validate import dotted_keys, type_at, validate, with_defaults
+from configs.validate import Origin, dotted_keys, type_at, validate, with_defaults
 
 
 def load_config(
@@ -48,27 +47,12 @@ def load_config(
             del parsed.groups[group]
     files = compose_files(parsed.groups, paths, experiment)
     tree = with_defaults(files.tree)
-    applied: dict[str, _Value] = {}
-    for item in parsed.values:
-        problem = _apply(tree, item)
-        if problem is None:
-            applied.pop(item.key, None)
-            applied[item.key] = item
-        else:
-            problems.append(problem)
-    raw = {item.key: item.raw for item in applied.values() if item.raw is not None}
-    try:
-        config = validate(tree, lambda key: _origin(key, applied, files), raw)
-    except ConfigError as error:
-        raise ConfigError(problems + error.problems) from None
-    if problems:
-        raise ConfigError(problems)
-    return config
+    return _finish(tree, parsed.values, problems, files.origin)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The configuration as nested dicts, lists and scalars, in the schema's order."""
-    return copy.deepcopy(dataclasses.asdict(config))
+    return dataclasses.asdict(config)
 
 
 def to_yaml(config: Config) -> str:
@@ -76,8 +60,11 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
 
 
-def from_yaml(path: str | Path) -> Config:
+def from_yaml(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """A configuration from one complete file, such as a run directory's `config.yaml`; nothing is composed.
+
+    Args:
+        overrides: values (`key=value`) in place of the file's.
 
     Raises:
         ConfigError: not a YAML mapping, or one that does not validate.
@@ -91,7 +78,32 @@ def from_yaml(path: str | Path) -> Config:
         raise ConfigError([Problem(str(path), f"is not readable YAML: {error}")]) from error
     if not isinstance(tree, dict):
         raise ConfigError([Problem(str(path), "must be a mapping of settings")])
-    return validate(tree, lambda key: str(path))  # type: ignore[arg-type]
+    parsed = _parse(overrides, set())
+    return _finish(with_defaults(tree), parsed.values, parsed.problems, lambda key: str(path))  # type: ignore[arg-type]
+
+
+def _finish(tree: dict[str, Any], values: Sequence[_Value], problems: list[Problem], origin: Origin) -> Config:
+    """Apply the value overrides and validate; every problem together."""
+    applied: dict[str, _Value] = {}
+    for item in values:
+        problem = _apply(tree, item)
+        if problem is None:
+            applied.pop(item.key, None)
+            applied[item.key] = item
+        else:
+            problems.append(problem)
+
+    def origin_of(key: str) -> str:
+        found = [item for item in applied.values() if key == item.key or key.startswith(f"{item.key}.")]
+        return f"override '{found[-1].line}'" if found else origin(key)
+
+    try:
+        config = validate(tree, origin_of, {item.key: item.raw for item in applied.values() if item.raw is not None})
+    except ConfigError as error:
+        raise ConfigError(problems + error.problems) from None
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def _escaped(value: Any) -> Any:
@@ -279,11 +291,3 @@ def _delete(tree: dict[str, Any], item: _Value, origin: str) -> Problem | None:
 
 def _is_free(path: str) -> bool:
     return bool(path) and getattr(type_at(path), "__origin__", None) is dict
-
-
-def _origin(key: str, applied: Mapping[str, _Value], files: ComposedFiles) -> str:
-    """The last override or file that set `key` or something around it."""
-    found = [item for item in applied.values() if key == item.key or key.startswith(f"{item.key}.")]
-    if found:
-        return f"override '{found[-1].line}'"
-    return files.origin(key)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,15 +90,27 @@ def compose_files(
     Raises:
         ConfigError: an option or file that doesn't exist or can't be read.
     """
+    if experiment is not None and "experiment" in groups:
+        text = f"{groups['experiment']} and the file {experiment} are both given"
+        raise ConfigError([Problem("experiment", text, "choose one")])
+    chosen = tuple(groups.items())
+    files = _compose_packaged(chosen) if not dirs and experiment is None else _compose(chosen, tuple(dirs), experiment)
+    return ComposedFiles(copy.deepcopy(files.tree), files.sources)
+
+
+@functools.cache
+def _compose_packaged(groups: tuple[tuple[str, str], ...]) -> ComposedFiles:
+    """Packaged files don't change while a process lives."""
+    return _compose(groups, (), None)
+
+
+def _compose(groups: tuple[tuple[str, str], ...], dirs: Sequence[Path], experiment: Path | None) -> ComposedFiles:
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from hydra.types import RunMode
 
-    if experiment is not None and "experiment" in groups:
-        text = f"{groups['experiment']} and the file {experiment} are both given"
-        raise ConfigError([Problem("experiment", text, "choose one")])
-    lines = [f"{group}={name}" for group, name in groups.items()]
+    lines = [f"{group}={name}" for group, name in groups]
     if dirs:
         lines.append("hydra.searchpath=[" + ",".join(f"'file://{_quoted(directory)}'" for directory in dirs) + "]")
     try:

@@ -82,7 +82,7 @@ def _likeness(unknown: str, key: str) -> float:
     if leaf < CUTOFF:
         return 0.0
     parent = _parent_likeness(unknown, key)
-    return leaf + (0.3 * parent if parent >= CUTOFF else 0.0) - 0.1 * key.count(".")
+    return leaf + 0.3 * parent if parent >= CUTOFF else leaf - 0.1 * key.count(".")
 
 
 def _leaf_likeness(unknown: str, leaf: str) -> float:

@@ -204,7 +204,15 @@ def _first_causes(problems: list[Problem], tree: dict[str, Any]) -> list[Problem
         match = WHOLE_INTERPOLATION.fullmatch(value) if isinstance(value, str) else None
         return match.group(1) if match else None
 
-    return [problem for problem in problems if cause(problem.key) not in broken]
+    def first(key: str) -> str:
+        chain = [key]
+        while (before := cause(chain[-1])) in broken:
+            if before in chain:  # a circle has no first; its least key stands for it
+                return min(chain[chain.index(before) :])
+            chain.append(before)
+        return chain[-1]
+
+    return [problem for problem in problems if first(problem.key) == problem.key]
 
 
 # --- the walk ------------------------------------------------------------------------------------------------------
