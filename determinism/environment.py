@@ -68,6 +68,7 @@ _PREFIXES = (
     "NCCL_",
     "NVIDIA_TF32",
     "PYTORCH_",
+    "TORCHINDUCTOR_DETERMINISTIC",
     "GLOO_",
 )
 _NAMES = (
@@ -126,6 +127,7 @@ def _deterministic_env() -> dict[str, str]:
         # The libraries may not use fewer threads than they were given because the machine is busy.
         "OMP_DYNAMIC": "FALSE",
         "MKL_DYNAMIC": "FALSE",
+        "TORCHINDUCTOR_DETERMINISTIC": "1",
         "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT",  # no bfloat16 or TF32 inside a float32 product
     }
 
@@ -217,7 +219,9 @@ def pin_process(full_determinism: bool, threads: int) -> None:
         )
     if not full_determinism:
         return
-    torch.use_deterministic_algorithms(True, warn_only=False)
+    # The mode `torch.use_deterministic_algorithms(True)` sets, without its import of the compiler (2 s a process), which has a
+    # variable of its own in process_env.
+    torch.set_deterministic_debug_mode("error")
     torch.set_float32_matmul_precision("highest")
     torch.backends.fp32_precision = "ieee"  # every back end that does not say otherwise
     torch.backends.cudnn.benchmark = False

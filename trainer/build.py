@@ -19,8 +19,9 @@ from configs.problems import UserError
 from configs.roles import roles_needed
 from configs.schema import Config
 from determinism.digest import digest_value
-from determinism.environment import facts, process_env, write_manifest
+from determinism.environment import check_facts, facts, process_env
 from determinism.ledger import Ledger
+from determinism.manifest import write_manifest
 from reward.manager import RewardManager
 from reward.model import check_reward_model
 from rollout.engine import find_eos_token_ids
@@ -190,7 +191,12 @@ def assemble(
     stack.callback(trainers.close)
 
     reward = RewardManager(
-        config.reward, model_group=reward_group, tokenizer=reward_tokenizer(config), launcher=launcher, log_dir=run.logs
+        config.reward,
+        model_group=reward_group,
+        tokenizer=reward_tokenizer(config),
+        launcher=launcher,
+        log_dir=run.logs,
+        model_context=config.reward.model.max_model_len or inputs.context,
     )
     stack.callback(reward.close)
     rollout = Rollout(rollout_group, inputs.train.codec.decode, config.rollout.seed)
@@ -249,13 +255,24 @@ def reward_tokenizer(config: Config) -> Any:
 def record_manifest(
     config: Config, run: RunDirectory, inputs: Inputs, processes: dict[str, list[dict[str, Any]]]
 ) -> None:
-    """Write what was in force in each process, as read back there."""
-    named = {f"{name}-{i}": found for name, all_facts in processes.items() for i, found in enumerate(all_facts)}
+    """Write what was in force in each process, as read back there; under full determinism also insist on it.
+
+    Raises:
+        EnvironmentNotPinned: a process does not have what full determinism asked for; names it.
+    """
+    named = {f"{name}/{i}": found for name, group in processes.items() for i, found in enumerate(group)}
+    named["driver"] = facts()
+    if config.full_determinism:
+        for name, found in named.items():
+            check_facts(name, found, config.determinism.threads)
     digests = {
-        "train": data_digest(inputs.train.prompts),
-        "validation": data_digest(inputs.validation.prompts),
+        "data/train": data_digest(inputs.train.prompts),
+        "data/validation": data_digest(inputs.validation.prompts),
+        "model/actor": model_digest(config.model.path),
     }
-    write_manifest(run.manifest, to_dict(config), {"driver": facts(), **named}, data=digests)
+    if config.reward.model.path is not None:
+        digests["model/reward"] = model_digest(config.reward.model.path)
+    write_manifest(run.manifest, to_dict(config), named, digests)
 
 
 def model_digest(path: str) -> str:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from determinism.ledger import Ledger
-from reward.manager import RewardManager
 from torch import Tensor
 
 from configs.schema import Config
+from determinism.ledger import Ledger
+from reward.manager import RewardManager
 from rollout.engine import sampling_from_config
 from rollout.episodes import Rollout
 from rollout.types import Episode, Prompt, Score

@@ -63,7 +63,7 @@ class Tracker:
             self._bar.close()
         if self._wandb is not None:
             try:
-                self._wandb.finish(exit_code=int(failed), quiet=True)
+                self._wandb.finish(exit_code=int(failed))
             except Exception as error:
                 logger.warning("W&B did not finish: %s", error)
             self._wandb = None

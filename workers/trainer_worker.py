@@ -91,9 +91,13 @@ class TrainerWorker:
         for model in self.trained.values():
             model.end_step()
 
-    def export_weights(self) -> dict[str, Tensor] | None:
-        """The actor's whole weights in float32 on the CPU, by Hugging Face name (tied ones once); None except on rank 0."""
-        return self._whole(self._require("actor"))
+    def export_weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
+        """The actor's whole weights in float32 on the CPU, by Hugging Face name (tied ones once).
+
+        Args:
+            everywhere: on every rank (each has engines of its own to feed); otherwise None except on rank 0.
+        """
+        return self._whole(self._require("actor"), everywhere)
 
     def digests(self) -> dict[str, str]:
         """Ledger phase -> digest of the trained weights and of the optimizer state; the same for any sharding."""
@@ -148,8 +152,8 @@ class TrainerWorker:
     def _state(self) -> dict[str, dict[str, Tensor]]:
         return {name: model.state() for name, model in self.trained.items()}
 
-    def _whole(self, model: ShardedModel) -> dict[str, Tensor] | None:
-        main = dist.get_rank() == 0
+    def _whole(self, model: ShardedModel, everywhere: bool = False) -> dict[str, Tensor] | None:
+        main = everywhere or dist.get_rank() == 0
         weights = {}
         for name, tensor in full_weights(model.network):
             if main:
