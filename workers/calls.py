@@ -11,7 +11,7 @@ from typing import Any
 
 TAIL_LINES = 30
 _TAIL_BYTES = 16 * 1024
-_HOSTS = ("calls.py", "child.py", "ray_group.py")
+_HOSTS = ("calls.py", "child.py", "ray_group.py", "torchrun_group.py")
 
 
 def invoke(worker: Any, method: str, arguments: Sequence[Any], common: dict[str, Any]) -> Any:

@@ -412,6 +412,8 @@ def _start_ray(address: str | None, num_cpus: int | None) -> bool:
 
     if ray.is_initialized():
         return False
+    # Says at each start that a token guards the local cluster, which is as it should be.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "exactrl"}
     if address is not None:
         ray.init(address=address, **quiet)

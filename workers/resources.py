@@ -110,7 +110,7 @@ def check_resources(config: Config, started_ranks: int | None = None) -> Needs:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", started_ranks))
         here = replace(needs, slots=-(-needs.slots * local_ranks // max(started_ranks, 1)))
         check(here, float("inf"), gpus, "this machine", "")
-        if here.cpus > cpus:
+        if here.cpus > cpus and os.environ.get("LOCAL_RANK", "0") == "0":
             log.warning(
                 "%d CPUs needed, %d available on this machine (%s): they take turns", here.cpus, cpus, here.reason
             )

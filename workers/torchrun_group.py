@@ -170,7 +170,7 @@ class _TrainerGroup:
         self.size = world_size
         self._rank = dist.get_rank()
         self._objects = object_group(timeout_s)
-        self._worker = factory()
+        self._worker = self._call("its start", factory)
 
     def run(self, method: str, sharded: Sequence[Any] | None = None, /, **common: Any) -> list[Any]:
         from workers.distributed import gather_objects
@@ -178,16 +178,24 @@ class _TrainerGroup:
         if sharded is not None and len(sharded) != self.size:
             raise ValueError(f"{method}: {len(sharded)} sharded arguments for {self.size} ranks")
         arguments = [] if sharded is None else [sharded[self._rank]]
-        return gather_objects(invoke(self._worker, method, arguments, common), self._objects)
+        mine = self._call(method, lambda: invoke(self._worker, method, arguments, common))
+        return gather_objects(mine, self._objects)
 
     def export(self, method: str, /, **common: Any) -> Any:
         """This rank's own result is the handle: the value is made by a collective, so every rank has it already."""
-        return invoke(self._worker, method, [], {"everywhere": True, **common})
+        return self._call(method, lambda: invoke(self._worker, method, [], {"everywhere": True, **common}))
 
     def close(self) -> None:
         worker, self._worker = self._worker, None
         if hasattr(worker, "close"):
             worker.close()
+
+    def _call(self, method: str, function: Callable[[], T]) -> T:
+        try:
+            return function()
+        except Exception as error:
+            message = f"trainer-{self._rank} (pid {os.getpid()}) raised in {method}\n{traceback_text(error)}"
+            raise WorkerError(message) from error
 
 
 class _EngineGroup:

@@ -100,6 +100,23 @@ class Toy:
         dist.all_reduce(tensor)
         return float(tensor)
 
+    def fail_on_last_rank(self) -> None:
+        """The others are in a collective that never ends."""
+        import torch.distributed as dist
+
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("the last rank fails")
+        self.wait_for_all()
+
+    def wait_for_all(self) -> None:
+        """A collective that one rank does not join."""
+        import torch
+        import torch.distributed as dist
+
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(100)
+        dist.all_reduce(torch.zeros(1))
+
 
 class Stubborn(Toy):
     """Does not end when it is asked to."""

@@ -1,0 +1,197 @@
+"""The same loop under Ray, torchrun and accelerate: the same results, and a clean end when it is told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from configs.schema import LauncherConfig
+from workers.launch import LaunchError, SignalWatch, choose_launcher
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node=2", "--master-port=0"]
+ACCELERATE = [str(BIN / "accelerate"), "launch", "--cpu", "--num_processes=2", "--main_process_port=0"]
+STARTS = {"ray": [sys.executable], "torchrun": TORCHRUN, "accelerate": ACCELERATE}
+
+
+def start(launcher: str, run_dir: Path, scenario: str, ranks: int = 2, **env: str) -> subprocess.Popen[str]:
+    """`toy_loop` under the launcher, in a session of its own; its output goes to `run_dir/output`."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / "output").open("w") as output:
+        return subprocess.Popen(
+            [*STARTS[launcher], "-m", "tests.workers.toy_loop", "auto", str(ranks), str(run_dir), scenario],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def started_pids(process: subprocess.Popen[str], run_dir: Path) -> list[psutil.Process]:
+    """Everything below `process`, and what the loop said it had started, once it is in its long call."""
+    path = run_dir / "pids.json"
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None, (run_dir / "output").read_text()
+        assert time.monotonic() < deadline, (run_dir / "output").read_text()
+        time.sleep(0.1)
+    known = [psutil.Process(pid) for pid in json.loads(path.read_text())]
+    return [*known, *psutil.Process(process.pid).children(recursive=True)]
+
+
+def alive(processes: list[psutil.Process], within_s: float) -> list[psutil.Process]:
+    """Those that have not ended in time."""
+    deadline = time.monotonic() + within_s
+    while True:
+        left = []
+        for process in processes:
+            try:
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    left.append(process)
+            except psutil.NoSuchProcess:
+                pass
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What each rank saw, by launcher."""
+    found = {}
+    for launcher in STARTS:
+        run_dir = tmp_path_factory.mktemp(launcher)
+        process = start(launcher, run_dir, "agree")
+        assert process.wait(200) == 0, (run_dir / "output").read_text()
+        found[launcher] = [json.loads(path.read_text()) for path in sorted(run_dir.glob("seen-*.json"))]
+    return found
+
+
+def test_every_process_that_runs_the_loop_sees_the_same(seen):
+    assert [len(seen[launcher]) for launcher in ("ray", "torchrun", "accelerate")] == [1, 2, 2]
+    assert seen["torchrun"][0] == seen["torchrun"][1]
+
+
+def test_the_launchers_agree(seen):
+    assert seen["ray"][0] == seen["torchrun"][0] == seen["accelerate"][0]
+
+
+def test_what_they_agree_on_is_right(seen):
+    found = seen["ray"][0]
+    assert found["sharded"] == [100, 110]
+    assert found["dealt"] == list(range(9))
+    assert found["collective"] == [21.0, 21.0]
+    assert found["environment"] == ["0", "yes", None]
+    assert found["weights"] == [99_999 * 100_000 / 2 + 1] * 3
+    assert found["failure"] == ["WorkerError", True, True]
+    assert found["main_failure"] == "invalid literal for int() with base 10: 'not a number'"
+    assert len(set(found["hash"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("launcher", "signum", "collective"),
+    [
+        ("ray", signal.SIGTERM, ""),
+        ("ray", signal.SIGINT, ""),
+        ("torchrun", signal.SIGTERM, "1"),
+        ("torchrun", signal.SIGINT, ""),
+    ],
+)
+def test_a_signal_ends_every_process_within_seconds(tmp_path, launcher, signum, collective):
+    process = start(launcher, tmp_path, "stuck", **({"COLLECTIVE": collective} if collective else {}))
+    pids = started_pids(process, tmp_path)
+    began = time.monotonic()
+    process.send_signal(signum)
+    assert process.wait(30) != 0
+    assert alive(pids, 2.0) == []
+    assert time.monotonic() - began < 15
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_traceback(tmp_path):
+    process = start("torchrun", tmp_path, "stuck", FAIL="1")
+    pids = started_pids(process, tmp_path)
+    began = time.monotonic()
+    assert process.wait(30) != 0
+    assert time.monotonic() - began < 15
+    output = (tmp_path / "output").read_text()
+    assert "ValueError: the last rank fails" in output
+    assert "trainer-1" in output
+    assert alive(pids, 2.0) == []
+
+
+def test_an_environment_without_ranks_means_ray():
+    assert choose_launcher(LauncherConfig(num_ranks=4), {}) == "ray"
+    assert choose_launcher(LauncherConfig(name="torchrun"), {}) == "torchrun"
+    assert choose_launcher(LauncherConfig(num_ranks=2), {"RANK": "1", "WORLD_SIZE": "2"}) == "torchrun"
+    assert choose_launcher(LauncherConfig(), {"ACCELERATE_MIXED_PRECISION": "no"}) == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "words"),
+    [
+        (LauncherConfig(num_ranks=1), {"RANK": "0", "WORLD_SIZE": "2"}, "launcher.num_ranks=1, but torchrun started 2"),
+        (LauncherConfig(name="torchrun", num_ranks=2), {}, "this process was started alone"),
+        (LauncherConfig(name="ray", num_ranks=2), {"RANK": "0", "WORLD_SIZE": "2"}, "Ray starts its own ranks"),
+        (LauncherConfig(name="slurm"), {}, "'slurm' is not known"),
+    ],
+)
+def test_a_start_that_contradicts_the_config_is_refused(config, environment, words):
+    with pytest.raises(LaunchError, match=words):
+        choose_launcher(config, environment)
+
+
+DEAF = """
+import subprocess, sys, time
+from workers.launch import SignalWatch
+
+SignalWatch(deadline_s=1.0).install()
+print(subprocess.Popen(["sleep", "300"]).pid, flush=True)
+try:
+    time.sleep(100)
+finally:
+    {clean_up}
+"""
+
+
+@pytest.mark.parametrize(
+    ("clean_up", "code"),
+    [
+        ("print('cleaned up', flush=True)", 143),
+        ("time.sleep(100)", 143),
+        ("import ctypes; ctypes.PyDLL(None).usleep(1)", 143),
+    ],
+)
+def test_a_clean_up_that_takes_too_long_is_cut_short(tmp_path, clean_up, code):
+    process = subprocess.Popen(
+        [sys.executable, "-c", DEAF.format(clean_up=clean_up)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    sleeper = psutil.Process(int(process.stdout.readline()))
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)  # a second one must not break into the clean-up
+    assert process.wait(10) == code
+    if "sleep(100)" in clean_up:
+        assert alive([sleeper], 1.0) == []
+    else:
+        sleeper.kill()
+    process.stdout.close()
+
+
+def test_the_signals_are_given_back():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    watch = SignalWatch()
+    watch.install()
+    watch.install()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] != before
+    watch.restore()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
