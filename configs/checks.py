@@ -249,7 +249,7 @@ def _kl(config: Config) -> Iterator[Problem]:
             f"none, so {what} would have no effect",
             "set it to reward or loss, or algorithm.kl.coef=0 and controller=fixed",
         )
-    if kl.controller == "adaptive" and kl.coef == 0:
+    elif kl.controller == "adaptive" and kl.coef == 0:
         yield Problem(
             "algorithm.kl.coef",
             "the adaptive controller multiplies, so it can never leave 0",

@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from configs.files import compose_files, group_options, unknown_option
+from configs.files import Selection, compose_files, group_options, unknown_option
 from configs.problems import ConfigError, Problem
 from configs.schema import Config
 from configs.suggest import suggest_key
@@ -45,7 +45,7 @@ def load_config(
         if name not in options[group]:
             problems.append(unknown_option(group, name, options[group]))
             del parsed.groups[group]
-    files = compose_files(parsed.groups, paths, experiment)
+    files = compose_files(Selection(tuple(parsed.groups.items()), tuple(paths), experiment))
     tree = with_defaults(files.tree)
     return _finish(tree, parsed.values, problems, files.origin)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import sys
 import typing
@@ -104,10 +105,11 @@ def sections() -> list[Section]:
     return [Section(cls, tuple(p for p, _ in uses), tuple(d for _, d in uses)) for cls, uses in found.items()]
 
 
-def field_docs(module: Any = schema) -> dict[tuple[str, str], str]:
+@functools.cache
+def field_docs() -> dict[tuple[str, str], str]:
     """(dataclass, field) -> the string literal that follows the field; the dataclass's own under an empty field name."""
     docs = {}
-    for node in ast.parse(inspect.getsource(module)).body:
+    for node in ast.parse(inspect.getsource(schema)).body:
         if not isinstance(node, ast.ClassDef):
             continue
         docs[node.name, ""] = inspect.cleandoc(ast.get_docstring(node) or "")

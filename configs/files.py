@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,29 @@ FILE_OPTION = "_file_"
 
 
 @dataclass(frozen=True)
+class Selection:
+    """What is to be composed."""
+
+    groups: tuple[tuple[str, str], ...] = ()
+    """(group, option)."""
+    dirs: tuple[Path, ...] = ()
+    """Folders to search after the packaged one."""
+    experiment: Path | None = None
+    """A file that takes the place of `experiment=NAME`."""
+
+
+@dataclass(frozen=True)
 class ComposedFiles:
-    """The merged tree, interpolations unresolved, and the files behind it."""
+    """The merged tree, interpolations unresolved, and the way back to the files."""
 
     tree: dict[str, Any]
     """Nested dicts and lists."""
-    sources: tuple[tuple[Path, str], ...]
-    """(file, dotted key that its content goes under) in the order of merging."""
+    selection: Selection
+    """What it was composed from."""
 
     def origin(self, key: str) -> str:
         """The last file that sets `key` itself, or the whole of something that it belongs to; empty when none does."""
-        for path, package in reversed(self.sources):
+        for path, package in reversed(_sources(self.selection)):
             if package and key != package and not key.startswith(f"{package}."):
                 continue
             node: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
@@ -77,57 +89,66 @@ def group_options(dirs: Sequence[Path] = ()) -> dict[str, list[str]]:
     return {group: sorted(names) for group, names in sorted(options.items())}
 
 
-def compose_files(
-    groups: Mapping[str, str], dirs: Sequence[Path] = (), experiment: Path | None = None
-) -> ComposedFiles:
+def compose_files(selection: Selection) -> ComposedFiles:
     """Merge the root, the chosen option of each group, and the experiment.
 
-    Args:
-        groups: group -> option.
-        dirs: further folders to search, after the packaged one.
-        experiment: a file that takes the place of `experiment=NAME`.
-
     Raises:
-        ConfigError: an option or file that doesn't exist or can't be read.
+        ConfigError: a file that can't be read, or that asks for an option that doesn't exist.
     """
-    if experiment is not None and "experiment" in groups:
-        text = f"{groups['experiment']} and the file {experiment} are both given"
+    chosen = dict(selection.groups).get("experiment")
+    if selection.experiment is not None and chosen is not None:
+        text = f"{chosen} and the file {selection.experiment} are both given"
         raise ConfigError([Problem("experiment", text, "choose one")])
-    chosen = tuple(groups.items())
-    files = _compose_packaged(chosen) if not dirs and experiment is None else _compose(chosen, tuple(dirs), experiment)
-    return ComposedFiles(copy.deepcopy(files.tree), files.sources)
+    packaged = not selection.dirs and selection.experiment is None
+    tree = _compose_packaged(selection) if packaged else _compose(selection)
+    return ComposedFiles(copy.deepcopy(tree), selection)
 
 
 @functools.cache
-def _compose_packaged(groups: tuple[tuple[str, str], ...]) -> ComposedFiles:
+def _compose_packaged(selection: Selection) -> dict[str, Any]:
     """Packaged files don't change while a process lives."""
-    return _compose(groups, (), None)
+    return _compose(selection)
 
 
-def _compose(groups: tuple[tuple[str, str], ...], dirs: Sequence[Path], experiment: Path | None) -> ComposedFiles:
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
+def _compose(selection: Selection) -> dict[str, Any]:
+    from hydra import compose
     from hydra.errors import HydraException
-    from hydra.types import RunMode
 
-    lines = [f"{group}={name}" for group, name in groups]
-    if dirs:
-        lines.append("hydra.searchpath=[" + ",".join(f"'file://{_quoted(directory)}'" for directory in dirs) + "]")
     try:
-        with _stored(experiment) as option, initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
-            lines += option
-            tree = OmegaConf.to_container(compose(ROOT, lines), resolve=False)
-            loader = GlobalHydra.instance().config_loader()
-            merged = loader.compute_defaults_list(ROOT, lines, RunMode.RUN).defaults
+        with _hydra(selection) as lines:
+            return OmegaConf.to_container(compose(ROOT, lines), resolve=False)  # type: ignore[return-value]
     except HydraException as error:
         reason = " ".join(str(error).split())
-        raise ConfigError([Problem(str(experiment or "config"), f"can't be composed: {reason}")]) from error
-    sources = []
-    for default in merged:
-        path = _find(default.config_path or "", dirs, experiment)
-        if path is not None:
-            sources.append((path, (default.package or "").replace("_global_", "")))
-    return ComposedFiles(tree, tuple(sources))  # type: ignore[arg-type]
+        raise ConfigError([Problem(str(selection.experiment or "config"), f"can't be composed: {reason}")]) from error
+
+
+@functools.cache
+def _sources(selection: Selection) -> list[tuple[Path, str]]:
+    """(file, dotted key that its content goes under) in the order of merging."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.types import RunMode
+
+    with _hydra(selection) as lines:
+        loader = GlobalHydra.instance().config_loader()
+        merged = loader.compute_defaults_list(ROOT, lines, RunMode.RUN).defaults
+    found = [(_find(default.config_path or "", selection), default.package or "") for default in merged]
+    return [(path, package.replace("_global_", "")) for path, package in found if path is not None]
+
+
+@contextlib.contextmanager
+def _hydra(selection: Selection) -> Iterator[list[str]]:
+    """Hydra with its search path set, for as long as it is needed; yields its overrides."""
+    from hydra import initialize_config_dir
+
+    lines = [f"{group}={name}" for group, name in selection.groups]
+    if selection.dirs:
+        folders = ",".join(f"'file://{_quoted(directory)}'" for directory in selection.dirs)
+        lines.append(f"hydra.searchpath=[{folders}]")
+    with (
+        _stored(selection.experiment) as option,
+        initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"),
+    ):
+        yield lines + option
 
 
 def unknown_option(group: str, name: str, options: Sequence[str]) -> Problem:
@@ -141,14 +162,11 @@ def _quoted(directory: Path) -> str:
     return str(directory).replace("\\", "\\\\").replace("'", "\\'")
 
 
-def _find(config_path: str, dirs: Sequence[Path], experiment: Path | None) -> Path | None:
+def _find(config_path: str, selection: Selection) -> Path | None:
     if config_path == f"experiment/{FILE_OPTION}":
-        return experiment
-    for directory in [CONFIG_DIR, *dirs]:
-        path = directory / f"{config_path}.yaml"
-        if path.is_file():
-            return path
-    return None
+        return selection.experiment
+    candidates = [directory / f"{config_path}.yaml" for directory in (CONFIG_DIR, *selection.dirs)]
+    return next((path for path in candidates if path.is_file()), None)
 
 
 @contextlib.contextmanager

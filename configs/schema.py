@@ -310,7 +310,7 @@ class RewardModelConfig:
     max_model_len: int | None = None
     """Context; null takes the rollout's."""
     dtype: str = "float32"
-    """Compute type."""
+    """Compute type: float32 or bfloat16."""
     kv_cache_mib: int = 64
     """KV cache on CPU, in MiB."""
     gpu_memory_utilization: float = 0.2

@@ -108,7 +108,7 @@ def test_yaml_booleans_are_booleans(text, value):
         ("data.train=[{path: chain_sum}]", "data.train.0.name"),
         ("model.path=???", "model.path"),
         ("run.dir='${run.nam}'", "run.dir"),
-        ("seed='${data.seed}'", "seed"),
+        ("seed='${data.seed}'", "data.seed"),
     ],
 )
 def test_a_wrong_type_is_refused_and_named(override, key):

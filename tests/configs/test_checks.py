@@ -1,0 +1,213 @@
+"""Settings that don't fit together are named with the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from configs.checks import rollout_context
+from configs.compose import load_config
+from configs.problems import ConfigError
+from configs.roles import needs_groups, roles_needed
+from configs.validate import check, cross_check, warn
+
+MICRO = "experiment=micro"
+
+
+def keys(*overrides: str) -> list[str]:
+    return [problem.key for problem in cross_check(load_config([MICRO, *overrides]))]
+
+
+def line(key: str, *overrides: str) -> str:
+    (found,) = [problem for problem in cross_check(load_config([MICRO, *overrides])) if problem.key == key]
+    return str(found)
+
+
+def test_a_batch_that_divides_is_fine():
+    assert keys() == []
+    assert keys("data.prompts_per_step=12", "actor.mini_batch_size=12", "critic.mini_batch_size=24") == []
+
+
+def test_mini_batches_must_divide_the_step():
+    said = line("actor.mini_batch_size", "data.prompts_per_step=9")
+    assert "8 does not divide the 18 sequences" in said
+    assert "such as 9" in said
+
+
+def test_leaves_must_divide_the_mini_batch():
+    assert "3 does not divide actor.mini_batch_size 8" in line(
+        "actor.fsdp.leaf_size", "actor.fsdp.leaf_size=3", "ref.fsdp.leaf_size=2"
+    )
+
+
+def test_ranks_must_share_the_leaves():
+    said = line("critic.mini_batch_size", "launcher.num_ranks=2", "critic.fsdp.leaf_size=8")
+    assert "1 leaves of 8 sequences" in said
+    assert "multiple of 16" in said
+
+
+def test_the_critics_batch_is_checked_only_when_there_is_a_critic():
+    assert keys("critic.mini_batch_size=7") == ["critic.mini_batch_size", "critic.fsdp.leaf_size"]
+    assert keys("critic.mini_batch_size=7", "algorithm=grpo") == []
+
+
+def test_the_references_leaves_are_checked_only_when_there_is_a_reference():
+    assert keys("ref.fsdp.leaf_size=3") == ["ref.fsdp.leaf_size"]
+    assert keys("ref.fsdp.leaf_size=3", "algorithm.kl.coef=0") == []
+
+
+def test_prompt_and_response_must_fit_the_context():
+    assert "to at least 40" in line("rollout.sampling.max_new_tokens", "rollout.max_model_len=39")
+    assert keys("rollout.max_model_len=40") == []
+    assert keys("rollout.max_model_len=40", "rollout.validation.max_new_tokens=9") == [
+        "rollout.validation.max_new_tokens"
+    ]
+
+
+def test_the_context_holds_the_longest_response_of_all_kinds():
+    config = load_config([MICRO, "rollout.validation_sampled.max_new_tokens=50"])
+    assert rollout_context(config) == 32 + 50
+    assert rollout_context(load_config([MICRO, "rollout.max_model_len=99"])) == 99
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "temperature=0",
+        "top_p=0.9",
+        "top_k=20",
+        "min_p=0.1",
+        "repetition_penalty=1.1",
+        "presence_penalty=0.5",
+        "frequency_penalty=-0.5",
+    ],
+)
+def test_training_samples_the_distribution_that_is_trained(override):
+    name = override.partition("=")[0]
+    assert keys(f"rollout.sampling.{override}") == [f"rollout.sampling.{name}"]
+    assert keys(f"rollout.validation.{override}") == []
+
+
+def test_the_sampled_validation_is_sampled():
+    assert keys("rollout.validation_sampled={n: 4, temperature: 0}") == ["rollout.validation_sampled.temperature"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["algorithm=grpo", "rollout.sampling.n=1", "data.prompts_per_step=16"], "rollout.sampling.n"),
+        (["algorithm=rloo", "rollout.sampling.n=1", "data.prompts_per_step=16"], "rollout.sampling.n"),
+        (["algorithm=grpo", "algorithm.truncated=bootstrap"], "algorithm.truncated"),
+        (["algorithm=grpo", "critic.warmup_steps=3"], "critic.warmup_steps"),
+        (["algorithm.overlong_buffer=9"], "algorithm.overlong_buffer"),
+        (["algorithm.kl.placement=none"], "algorithm.kl.placement"),
+        (
+            ["algorithm.kl.placement=none", "algorithm.kl.coef=0", "algorithm.kl.controller=adaptive"],
+            "algorithm.kl.placement",
+        ),
+        (["algorithm.kl.coef=0", "algorithm.kl.controller=adaptive"], "algorithm.kl.coef"),
+        (["algorithm.kl.estimator=full"], "algorithm.kl.estimator"),
+        (["reward.functions=[]", "reward.model.path=null"], "reward"),
+        (["reward.functions.0.weight=0", "reward.model.weight=0"], "reward"),
+        (["reward.functions.0.name=model"], "reward.functions"),
+        (["reward.functions=[{name: a},{name: a}]"], "reward.functions"),
+        (["reward.functions=[{name: 'a b'}]"], "reward.functions.0.name"),
+        (["data.train=[]"], "data.train"),
+        (["data.train.0.size=7"], "data.prompts_per_step"),
+        (["data.train=[{name: a, path: chain_sum},{name: a, path: leg_counting}]"], "data.train"),
+        (["data.train.0.streaming=true"], "data"),
+        (
+            ["data.train=[{name: a, kind: dataset, path: p, streaming: true}]", "trainer.total_epochs=1"],
+            "trainer.total_epochs",
+        ),
+        (["rollout.max_num_batched_tokens=8"], "rollout.max_num_batched_tokens"),
+        (["rollout.engine_args.seed=1"], "rollout.engine_args.seed"),
+        (["reward.model.engine_args.max_num_seqs=4"], "reward.model.engine_args.max_num_seqs"),
+        (["launcher.device=cpu", "rollout.tensor_parallel_size=2"], "rollout.tensor_parallel_size"),
+        (
+            ["launcher.device=cpu", "actor.fsdp.attention=flash_attention_2", "ref.fsdp.attention=sdpa"],
+            "actor.fsdp.attention",
+        ),
+        (["algorithm.advantage.name=no.such.module:estimate"], "algorithm.advantage.name"),
+        (["algorithm.policy_loss.name=no/such/file.py:loss"], "algorithm.policy_loss.name"),
+        (
+            ["algorithm.rollout_correction={sequence_mask_low: 1, sequence_mask_high: 1}"],
+            "algorithm.rollout_correction.sequence_mask_low",
+        ),
+        (["full_determinism=true", "rollout.full_determinism=false"], "rollout.full_determinism"),
+        (["reward.full_determinism=true"], "reward.full_determinism"),
+    ],
+)
+def test_a_contradiction_is_named(overrides, key):
+    assert keys(*overrides) == [key]
+
+
+def test_the_held_out_rows_must_be_others_than_the_training_rows():
+    same = ["data.train.0.seed=null", "data.validation.0.seed=null", "data.validation.0.name=sums"]
+    assert keys(*same) == ["data.validation.0"]
+    assert keys(*same, "data.validation.0.seed=5") == []
+    assert keys("data.validation.0.seed=1040579") == ["data.validation.0"]
+
+
+def test_an_owned_engine_argument_names_the_setting_that_decides_it():
+    assert "use rollout.kv_cache_mib" in line(
+        "rollout.engine_args.kv_cache_memory_bytes", "rollout.engine_args.kv_cache_memory_bytes=1"
+    )
+    assert "use model.path" in line("rollout.engine_args.model", "rollout.engine_args.model=x")
+    assert "use reward.model.path" in line("reward.model.engine_args.model", "reward.model.engine_args.model=x")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "roles"),
+    [
+        ([], ["actor", "critic", "ref"]),
+        (["algorithm.kl.coef=0"], ["actor", "critic"]),
+        (["algorithm.kl.placement=none"], ["actor", "critic"]),
+        (["algorithm.kl.controller=adaptive"], ["actor", "critic", "ref"]),
+        (["algorithm=grpo"], ["actor", "ref"]),
+        (["algorithm=dr_grpo"], ["actor"]),
+        (["algorithm=remax"], ["actor", "ref"]),
+    ],
+)
+def test_only_the_models_that_something_reads_are_built(overrides, roles):
+    assert roles_needed(load_config([MICRO, *overrides])) == roles
+
+
+def test_a_users_estimator_says_itself_what_it_needs(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def plain(): ...\ndef marked(): ...\nmarked.needs_critic = marked.needs_groups = True\n", encoding="utf-8"
+    )
+    plain = load_config([MICRO, f"algorithm.advantage.name={path}:plain"])
+    marked = load_config([MICRO, f"algorithm.advantage.name={path}:marked"])
+    assert (roles_needed(plain), needs_groups(plain)) == (["actor", "ref"], False)
+    assert (roles_needed(marked), needs_groups(marked)) == (["actor", "critic", "ref"], True)
+    assert keys(f"algorithm.advantage.name={path}:absent") == ["algorithm.advantage.name"]
+
+
+def test_check_raises_every_contradiction_at_once():
+    with pytest.raises(ConfigError) as caught:
+        check(
+            load_config(
+                [MICRO, "rollout.sampling.top_p=0.5", "actor.mini_batch_size=7", "reward.functions.0.name=model"]
+            )
+        )
+    assert {problem.key for problem in caught.value.problems} == {
+        "rollout.sampling.top_p",
+        "actor.mini_batch_size",
+        "actor.fsdp.leaf_size",
+        "reward.functions",
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["data.validation=[]", "trainer.validate_every=1"], "data.validation"),
+        (["reward.model.max_model_len=10"], "reward.model.max_model_len"),
+        (["rollout.seed=5"], "rollout.seed"),
+    ],
+)
+def test_what_is_allowed_but_odd_is_a_warning(overrides, key):
+    config = load_config([MICRO, *overrides])
+    assert cross_check(config) == []
+    assert [problem.key for problem in warn(config)] == [key]
