@@ -194,17 +194,26 @@ def train(argv: Sequence[str]) -> int:
     missing = missing_files(config)
     if missing:
         raise ConfigError(missing)
-    print_warnings(warnings)
     if arguments.dry_run:
+        print_warnings(warnings)
         print(to_yaml(config), end="")
         for line in effective_seeds(config) + what_would_start(config):
             print(f"# {line}")
         return 0
+    pin_hash_seed(config)
+    print_warnings(warnings)
     print_effective_seeds(config)
 
     from trainer.main_ppo import run
 
     return run(config)
+
+
+def pin_hash_seed(config: Config) -> None:
+    """Under full determinism the process starts itself again here, once, so that what follows is printed once."""
+    from determinism.environment import reexec_with_hashseed
+
+    reexec_with_hashseed(config.full_determinism, config.determinism.threads)
 
 
 def print_warnings(warnings: Sequence[Problem]) -> None:
