@@ -77,5 +77,5 @@ def user_function(name: str) -> Any | None:
 
 
 def _mark(name: str, mark: str) -> Any:
-    """What a user's estimator says about itself (the `estimator` decorator of trainer/advantages.py)."""
+    """What a user's estimator says about itself (the `needs` decorator of trainer/advantages.py)."""
     return getattr(user_function(name), mark, False)
