@@ -140,15 +140,14 @@ class Updater:
         FSDP2 cuts between rows, never inside one. So each row's sum of squares is the same number at any world size;
         one all_gather brings them all here, and one fixed halving adds them in parameter order.
         """
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        ranks = dist.get_world_size()
         chunks = [row_range(p.shape[0], 0, ranks)[1] for p in self.parameters]
         sums = _row_sums(gradients)
         flag = torch.zeros(1, device=self.device) if finite is None else (~finite).float().reshape(1)
         padded = [nn.functional.pad(s, (0, chunk - s.numel())) for s, chunk in zip(sums, chunks, strict=True)]
         mine = torch.cat([*padded, flag])
         everyone = mine.new_empty(ranks, mine.numel())
-        dist.all_gather_into_tensor(everyone.view(-1), mine)
-        assert everyone.shape[0] > rank
+        dist.all_gather_single(everyone.view(-1), mine)
         whole = [
             piece.reshape(-1)[: p.shape[0]]
             for piece, p in zip(everyone[:, :-1].split(chunks, dim=1), self.parameters, strict=True)

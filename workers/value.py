@@ -32,10 +32,10 @@ class ValueNetwork(nn.Module):
         self.score = nn.Linear(hidden_size, 1, bias=False, device="meta")
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """[N, T] ids and positions -> [N, T] float32: the head's output at each token."""
+        """[N, T] ids and positions -> [N, T, 1] float32: the head's output at each token."""
         backbone = getattr(self, self.prefix)
         hidden = backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        return self.score(hidden.float()).squeeze(-1)
+        return self.score(hidden.float())
 
 
 def token_values(network: nn.Module, leaf: TokenBatch) -> ValueOutputs:
@@ -46,7 +46,7 @@ def token_values(network: nn.Module, leaf: TokenBatch) -> ValueOutputs:
     """
     count, width = leaf.input_ids.shape
     positions = torch.arange(width, device=leaf.input_ids.device).expand(count, width)
-    heads = network(leaf.input_ids, positions)
+    heads = network(leaf.input_ids, positions).squeeze(-1)
     before = torch.cat([heads.new_zeros(count, 1), heads[:, :-1]], dim=1)
     return ValueOutputs(torch.where(leaf.mask, before, 0.0))
 
