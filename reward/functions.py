@@ -35,6 +35,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+LARGEST_REWARD = 3.4e38
+"""Rewards are trained on in float32, where anything larger is infinite."""
+
 SINGLE = ("prompt", "response", "answer", "extra", "messages")
 """Parameters of a function that scores one sample."""
 

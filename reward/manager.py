@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from configs.schema import RewardConfig
+from reward.functions import LARGEST_REWARD
 from reward.normalise import RunningNormaliser
 from reward.pool import CallFailure, FunctionPool, FunctionSample, SourceResults
 from rollout.types import Episode, Score
@@ -225,8 +226,8 @@ class RewardManager:
         failures = [v for name, v in values.items() if isinstance(v, CallFailure) and weights[name] != 0]
         total = _weighted_sum(by_source, weights)
         error = "; ".join(str(failure) for failure in failures) or None
-        if error is None and not math.isfinite(total):
-            error = f"the weighted sum of {dict(by_source)} is {total}"
+        if error is None and not abs(total) <= LARGEST_REWARD:
+            error = f"the weighted sum of {dict(by_source)} is {total}, which is no finite float32"
         if error is None:
             return Score(total, by_source)
         if self.config.on_error == "penalise":

@@ -116,6 +116,10 @@ class FunctionPool:
         """`submit`, and wait."""
         return self.submit(samples, stop_at_failure=stop_at_failure).result()
 
+    def pids(self) -> list[int]:
+        """Process ids of the workers that are alive now."""
+        return [worker.process.pid for worker in list(self._processes.workers)]
+
     def close(self) -> None:
         """End every worker, in the middle of a call too; safe to call twice."""
         self._processes.kill_all()  # which wakes the thread: it then gives up what it is at

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from reward.functions import BATCHED, LoadedFunction, load_function
+from reward.functions import BATCHED, LARGEST_REWARD, LoadedFunction, load_function
 from workers.child import die_with_parent, start_guard
 
 Outcome = list[float | tuple[str, str]]
@@ -135,7 +135,11 @@ def _checked(value: Any) -> float | tuple[str, str]:
     if not isinstance(value, numbers.Real):
         return ("type", f"returned {_shown(value)}; it must return a number")
     number = float(value)
-    return number if math.isfinite(number) else ("not_finite", f"returned {number}; it must return a finite number")
+    if not math.isfinite(number):
+        return ("not_finite", f"returned {number}; it must return a finite number")
+    if abs(number) > LARGEST_REWARD:
+        return ("not_finite", f"returned {number}, which is infinite in the float32 that rewards are trained in")
+    return number
 
 
 def _checked_batch(value: Any, count: int) -> Outcome:

@@ -203,9 +203,7 @@ class RowCursor:
             self._position = 0
             self._order = self._order_of(self._pass)
             if len(self._order) < count:
-                raise SourceError(
-                    f"data source {self._source.name!r} has {len(self._order)} rows, and a step takes {count} from it"
-                )
+                raise _too_few(self._source.name, len(self._order), count)
         rows = self._order[self._position : self._position + count]
         self._position += count
         return [self._source.prompts[row] for row in rows]
@@ -252,10 +250,13 @@ class StreamCursor:
             self._go_to(self._pass + 1, 0, 0)
             taken = self._read(count)
         if len(taken) < count:
-            raise SourceError(
-                f"data source {self._source.name!r}: it has {len(taken)} rows, and a step takes {count} from it"
-            )
+            raise _too_few(self._source.name, len(taken), count)
         return taken
+
+    def check(self, count: int) -> None:
+        """Raise SourceError where the first window already shows that a pass has fewer than `count` rows."""
+        if self._window == 0 and self._last and len(self._rows) < count:
+            raise _too_few(self._source.name, len(self._rows), count)
 
     def state_dict(self) -> dict[str, int]:
         return {"pass": self._pass, "window": self._window, "position": self._position}
@@ -313,11 +314,11 @@ class PromptSampler:
         self._step = 0
         self._drawn = [0] * len(self._sources)
         self._weights = _whole_weights([source.weight for source in self._sources])
-        self._check_rows()
         self._cursors: list[Cursor] = [
             RowCursor(source, seed, shuffle) if source.stream is None else StreamCursor(source, seed, shuffle)
             for source in self._sources
         ]
+        self._check_rows()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -392,12 +393,18 @@ class PromptSampler:
 
     def _check_rows(self) -> None:
         most = _most_per_batch(self._weights, self._batch)
-        for source, count in zip(self._sources, most, strict=True):
-            if source.stream is None and len(source.prompts) < count:
-                raise SourceError(
-                    f"data source {source.name!r} has {len(source.prompts)} rows, and a step takes up to {count} from it "
-                    f"(data.prompts_per_step={self._batch}); give it more rows, or lower its weight or the batch"
-                )
+        for source, cursor, count in zip(self._sources, self._cursors, most, strict=True):
+            if isinstance(cursor, StreamCursor):
+                cursor.check(count)
+            elif len(source.prompts) < count:
+                raise _too_few(source.name, len(source.prompts), count)
+
+
+def _too_few(name: str, rows: int, count: int) -> SourceError:
+    return SourceError(
+        f"data source {name!r} has {rows} rows, and a step takes up to {count} from it; "
+        "give it more rows, or lower its weight or data.prompts_per_step"
+    )
 
 
 def _whole_weights(weights: Sequence[float]) -> list[int]:

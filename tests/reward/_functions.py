@@ -1,0 +1,136 @@
+"""Reward functions that misbehave in every way that people have met; run in the pool's processes."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+
+def length(response: str) -> float:
+    return float(len(response))
+
+
+def sees(
+    prompt: str, response: str, answer: Any, extra: dict[str, Any], messages: list[dict[str, Any]], factor: int = 1
+):
+    return factor * (len(prompt) + 10 * len(response) + 100 * answer + 1000 * extra["level"] + 10000 * len(messages))
+
+
+def batch_rank(responses: list[str]) -> list[int]:
+    return [sorted(responses).index(response) for response in responses]
+
+
+async def slow_length(response: str, seconds: float = 0.5) -> float:
+    await asyncio.sleep(seconds)
+    return float(len(response))
+
+
+def by_response(response: str) -> Any:
+    """What the response says is what happens."""
+    match response.split():
+        case ["give", number]:
+            return float(number)
+        case ["none"]:
+            return None
+        case ["string"]:
+            return "1.0"
+        case ["list"]:
+            return [1.0]
+        case ["raise"]:
+            raise KeyError("broken on purpose")
+        case ["exit", code]:
+            os._exit(int(code))
+        case ["sys.exit"]:
+            sys.exit(0)
+        case ["sleep"]:
+            time.sleep(3600)
+        case ["sleep", seconds]:
+            time.sleep(float(seconds))
+            return float(seconds)
+        case ["spin"]:
+            while True:
+                pass
+        case ["thread"]:
+            thread = threading.Thread(target=lambda: 1 / 0)
+            thread.start()
+            thread.join()
+            return 1.0
+        case ["fork", file]:
+            child = os.fork()
+            if child == 0:
+                time.sleep(3600)
+            Path(file).write_text(f"{os.getpid()} {child}")
+            time.sleep(3600)
+        case ["fork-and-return", file]:
+            child = os.fork()
+            if child == 0:
+                return 2.0
+            Path(file).write_text(f"{child}")
+            return 1.0
+        case ["spawn", file]:
+            child = subprocess.Popen(["sleep", "3600"]).pid
+            Path(file).write_text(f"{os.getpid()} {child}")
+            os._exit(3)
+        case ["print", lines]:
+            for line in range(int(lines)):
+                print("noise", line)
+                print("noise", line, file=sys.stderr)
+            return 1.0
+        case ["numpy"]:
+            import numpy as np
+
+            return np.float32(0.5)
+        case ["numpy-bool"]:
+            import numpy as np
+
+            return np.bool_(True)
+        case ["bool"]:
+            return True
+    raise AssertionError(response)
+
+
+async def async_by_response(response: str) -> Any:
+    if response.startswith("await"):
+        await asyncio.sleep(float(response.split()[1]))
+        return 1.0
+    return by_response(response)
+
+
+def batch_of(responses: list[str], what: str) -> Any:
+    if what == "short":
+        return [1.0] * (len(responses) - 1)
+    if what == "number":
+        return 1.0
+    if what == "one none":
+        return [None, *[1.0] * (len(responses) - 1)]
+    if what == "numpy":
+        import numpy as np
+
+        return np.ones(len(responses))
+    if what == "sleep":
+        time.sleep(3600)
+    raise AssertionError(what)
+
+
+class Counter:
+    count = 0
+
+
+def changing(response: str) -> float:
+    Counter.count += 1
+    return float(Counter.count)
+
+
+def nothing_to_see() -> float:
+    return 1.0
+
+
+def both_forms(response: str, responses: list[str]) -> float:
+    return 1.0
+
+
+not_a_function = 3
