@@ -56,9 +56,11 @@ def gae(
     """
     _require_finite("rewards", rewards, mask)
     _require_finite("values", values, mask)
-    wide_rewards, wide_values = rewards.to(torch.float64), values.to(torch.float64)
-    advantages = torch.zeros_like(wide_rewards)
-    next_advantage = wide_rewards.new_zeros(len(rewards))
+    # One row per column: each turn of the loop reads contiguous memory.
+    column_rewards, column_values = (x.to(torch.float64).t().contiguous() for x in (rewards, values))
+    column_mask = mask.t().contiguous()
+    advantages = torch.zeros_like(column_rewards)
+    next_advantage = column_rewards.new_zeros(len(rewards))
     next_value = next_advantage.clone()
     if bootstrap is not None:
         trained = mask.any(dim=1)
@@ -66,14 +68,14 @@ def gae(
         next_value = torch.where(trained, bootstrap.to(torch.float64), 0.0)
     # Prompt and padding columns, in which no row has a trained token, are never visited.
     for t in reversed(mask.any(dim=0).nonzero().flatten().tolist()):
-        here = mask[:, t]
-        delta = wide_rewards[:, t] + gamma * next_value - wide_values[:, t]
+        here, value = column_mask[t], column_values[t]
+        delta = column_rewards[t] + gamma * next_value - value
         advantage = delta + gamma * lam * next_advantage
         next_advantage = torch.where(here, advantage, next_advantage)
-        next_value = torch.where(here, wide_values[:, t], next_value)
-        advantages[:, t] = torch.where(here, advantage, 0.0)
-    returns = torch.where(mask, advantages + wide_values, 0.0)
-    return advantages.to(rewards.dtype), returns.to(rewards.dtype)
+        next_value = torch.where(here, value, next_value)
+        advantages[t] = torch.where(here, advantage, 0.0)
+    returns = torch.where(column_mask, advantages + column_values, 0.0)
+    return _rows(advantages, rewards.dtype), _rows(returns, rewards.dtype)
 
 
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -397,6 +399,10 @@ def _alive(mask: Tensor, keep: Tensor | None) -> Tensor:
 def _spread(per_row: Tensor, mask: Tensor) -> Tensor:
     """[N] to [N, T]: every trained token gets its row's number."""
     return torch.where(mask, per_row[:, None], torch.zeros((), dtype=per_row.dtype, device=per_row.device))
+
+
+def _rows(columns: Tensor, dtype: torch.dtype) -> Tensor:
+    return columns.t().to(dtype).contiguous()
 
 
 def _returns(outcomes: Tensor, inputs: AdvantageInputs) -> Tensor:
