@@ -54,11 +54,10 @@ def start(config: Config, adjust: Callable[[PPO], None] | None = None, checkpoin
     reexec_with_hashseed(config.full_determinism, config.determinism.threads)
     pin_process(config.full_determinism, config.determinism.threads)
 
-    from workers.launch import launched_by_torchrun, make_launcher
-    from workers.resources import check_resources
-
     from trainer.build import load_inputs, resolve_paths
     from trainer.run_dir import RunDirectory
+    from workers.launch import launched_by_torchrun, make_launcher
+    from workers.resources import check_resources
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     config = resolve_paths(config)
@@ -80,9 +79,8 @@ def prepare_directory(config: Config, run: RunDirectory) -> Checkpoint | None:
     Raises:
         RunDirectoryError, ResumeError, CheckpointError: the directory can't be used as asked.
     """
-    from determinism.ledger import Ledger
-
     from configs.compose import from_yaml, to_dict, to_yaml
+    from determinism.ledger import Ledger
     from trainer.checkpoint import CheckpointStore
     from trainer.resume import check_resume
     from trainer.run_dir import write_atomically

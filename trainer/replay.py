@@ -21,9 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from determinism.ledger import Ledger, read_ledger
-
 from configs.problems import UserError
+from determinism.ledger import Ledger, read_ledger
 from trainer.timing import Timing
 
 if TYPE_CHECKING:

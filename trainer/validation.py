@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from reward.manager import RewardManager
-
 from configs.schema import RolloutConfig, SamplingConfig
 from determinism.digest import digest_value
+from reward.manager import RewardManager
 from rollout.engine import sampling_from_config
 from rollout.episodes import Rollout
 from rollout.types import Episode, Prompt, Score
