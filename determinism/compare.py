@@ -75,8 +75,8 @@ def compare_runs(a: Run, b: Run) -> Comparison:
         FieldDifference(name, left, right) for name, left, right in _differing(dict(a.manifest), dict(b.manifest))
     )
     if a.ledger and b.ledger:
-        left = {record.step: record.phases for record in a.ledger}
-        right = {record.step: record.phases for record in b.ledger}
+        left: dict[int, Mapping[str, Any]] = {record.step: record.phases for record in a.ledger}
+        right: dict[int, Mapping[str, Any]] = {record.step: record.phases for record in b.ledger}
     else:
         left, right = dict(a.metrics), dict(b.metrics)
     if not left.keys() & right.keys():

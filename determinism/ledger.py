@@ -90,7 +90,7 @@ class Ledger:
 
         from determinism.digest import digest_tensor, digest_value
 
-        self._claim(phase, digest_tensor(value) if isinstance(value, Tensor) else digest_value(value))
+        self.claim(phase, digest_tensor(value) if isinstance(value, Tensor) else digest_value(value))
         if self.record == "full":
             tensor = _as_tensor(value)
             if tensor is None:
@@ -112,7 +112,7 @@ class Ledger:
             raise LedgerError(f"ledger phase {phase!r}: {digest!r} is not a digest of 32 lower-case hex characters")
         if not self.active:
             return
-        self._claim(phase, digest)
+        self.claim(phase, digest)
         if self.record == "full":
             for name, tensor in (tensors or {}).items():
                 self._tensors[f"{phase}/{name}"] = _kept(tensor)
@@ -172,7 +172,8 @@ class Ledger:
     def _clear(self) -> None:
         self._phases, self._tensors, self._values, self._rows = {}, {}, {}, []
 
-    def _claim(self, phase: str, digest: str) -> None:
+    def claim(self, phase: str, digest: str) -> None:
+        """Take note of a phase's digest. Every phase comes through here, so a subclass can check it (`trainer/replay.py`)."""
         if phase in self._phases:
             raise LedgerError(f"ledger phase {phase!r} is recorded twice in one step; a phase has one digest a step")
         self._phases[phase] = digest

@@ -1,6 +1,6 @@
 """From prompts to episodes: derive seeds, place requests on replicas, put the results into canonical order.
 
-    prompts --requests_for--> requests --routing.assign--> replicas --routing.gather--> generations --> episodes
+prompts --requests_for--> requests --routing.assign--> replicas --routing.gather--> generations --> episodes
 """
 
 from __future__ import annotations
@@ -37,12 +37,18 @@ def requests_for(
     Returns:
         len(prompts) * n requests. Nothing about replicas or chunks enters the seeds.
     """
-    requests = []
+    requests: list[GenerationRequest] = []
     for task, prompt in enumerate(prompts):
         for sample in range(n):
             index = len(requests)
             derived = request_seed(
-                run_seed=run_seed, split=split, step=step, prompt_id=prompt.id, sample=sample, turn=0, request_index=index
+                run_seed=run_seed,
+                split=split,
+                step=step,
+                prompt_id=prompt.id,
+                sample=sample,
+                turn=0,
+                request_index=index,
             )
             requests.append(
                 GenerationRequest(

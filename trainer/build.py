@@ -62,26 +62,27 @@ def resolve_paths(config: Config) -> Config:
     """The config with recipes (`tiny:policy`) replaced by the directories they were built into.
 
     Raises:
-        FileNotFoundError: a directory does not exist; names the setting.
+        UserError: a directory does not exist; names the setting.
     """
 
-    def path_of(key: str, value: str | None) -> str | None:
-        if value is None:
-            return None
+    def path_of(key: str, value: str) -> str:
         try:
             return str(resolve(value))
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise FileNotFoundError(f"{key}={value}: {error}") from None
+            raise UserError(f"{key}={value}: {error}") from None
+
+    def optional(key: str, value: str | None) -> str | None:
+        return None if value is None else path_of(key, value)
 
     model = replace(
         config.model,
-        path=path_of("model.path", config.model.path) or "",
-        tokenizer=path_of("model.tokenizer", config.model.tokenizer),
+        path=path_of("model.path", config.model.path),
+        tokenizer=optional("model.tokenizer", config.model.tokenizer),
     )
     reward_model = replace(
         config.reward.model,
-        path=path_of("reward.model.path", config.reward.model.path),
-        tokenizer=path_of("reward.model.tokenizer", config.reward.model.tokenizer),
+        path=optional("reward.model.path", config.reward.model.path),
+        tokenizer=optional("reward.model.tokenizer", config.reward.model.tokenizer),
     )
     roles = roles_needed(config)
     return replace(
@@ -136,9 +137,11 @@ def engine_groups(
         "full_determinism": config.full_determinism,
         "threads": config.determinism.threads,
         "device": device,
+        "cpu_linear": config.determinism.cpu_linear,
+        "trust_remote_code": config.model.trust_remote_code,
     }
     env = process_env(config.full_determinism, config.determinism.threads, device)
-    rollout = functools.partial(
+    generating = functools.partial(
         VLLMEngine,
         config.model.path,
         config=config.rollout,
@@ -146,21 +149,20 @@ def engine_groups(
         tokenizer=config.model.tokenizer,
         **shared,
     )
-    reward = config.reward.model
-    scoring = functools.partial(
-        RewardModelEngine, reward.path, config=reward, max_model_len=reward.max_model_len or inputs.context, **shared
-    )
-    engines = launcher.engine_group(
+    rollout = launcher.engine_group(
         "rollout",
-        rollout,
+        generating,
         config.rollout.replicas,
         env,
         start_timeout_s=config.rollout.start_timeout_s,
         gpus=config.rollout.tensor_parallel_size,
     )
+    reward = config.reward.model
     if reward.path is None:
-        return engines, None
-    return engines, launcher.engine_group(
+        return rollout, None
+    context = reward.max_model_len or inputs.context
+    scoring = functools.partial(RewardModelEngine, reward.path, config=reward, max_model_len=context, **shared)
+    return rollout, launcher.engine_group(
         "reward", scoring, reward.replicas, env, start_timeout_s=reward.start_timeout_s
     )
 

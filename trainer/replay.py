@@ -62,15 +62,15 @@ class CheckedLedger(Ledger):
         self.current = first_step
         self.checked = 0
 
-    def add_digest(self, phase: str, digest: str) -> None:
+    def claim(self, phase: str, digest: str) -> None:
         """Record and compare.
 
         Raises:
             DivergenceError: the recorded digest is another, or the recorded step has no such phase.
         """
-        super().add_digest(phase, digest)
-        recorded = self.expected.get(self.current, {})
-        if not recorded:
+        super().claim(phase, digest)
+        recorded = self.expected.get(self.current)
+        if recorded is None:
             return
         if recorded.get(phase) != digest:
             raise DivergenceError(
@@ -157,13 +157,13 @@ def _prepare(ppo: PPO, expected: Mapping[int, Mapping[str, str]], step: int, sto
     ppo.parts.ledger = CheckedLedger(
         plain.run_dir,
         plain.record,
-        is_main=plain.is_main,
+        is_main=plain.active,
         expected=expected,
         first_step=ppo.done if ppo.done == 0 else ppo.done + 1,
     )
     ppo.stop_after = step
     if stop_before is not None:
-        ppo.new_timing = lambda: StoppingTiming(stop_before, here=ppo.done + 1 == step and plain.is_main)
+        ppo.new_timing = lambda: StoppingTiming(stop_before, here=ppo.done + 1 == step and plain.active)
 
 
 def build_parser() -> argparse.ArgumentParser:
