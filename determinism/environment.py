@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from configs.problems import UserError
 from determinism.manifest import read_manifest, write_manifest
 
 __all__ = [
@@ -87,7 +88,7 @@ _VLLM_NAMES = (
 )
 
 
-class EnvironmentNotPinned(RuntimeError):
+class EnvironmentNotPinned(UserError, RuntimeError):
     """A process does not have the environment that full determinism needs, and can't be given it."""
 
 

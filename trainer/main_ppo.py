@@ -54,6 +54,7 @@ def start(config: Config, adjust: Callable[[PPO], None] | None = None, checkpoin
     reexec_with_hashseed(config.full_determinism, config.determinism.threads)
     pin_process(config.full_determinism, config.determinism.threads)
 
+    from reward.pool import check_functions
     from trainer.build import load_inputs, resolve_paths
     from trainer.run_dir import RunDirectory
     from workers.launch import launched_by_torchrun, make_launcher
@@ -70,6 +71,7 @@ def start(config: Config, adjust: Callable[[PPO], None] | None = None, checkpoin
         launcher = make_launcher(config, run_directory.path)
         stack.callback(launcher.close)
         found = launcher.on_main(lambda: prepare_directory(config, run_directory))
+        launcher.on_main(lambda: check_functions(config.reward.functions))
         return train(config, launcher, run_directory, checkpoint or found, inputs, stack, adjust)
 
 
