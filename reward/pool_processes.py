@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from configs.problems import UserError
 from configs.schema import RewardFunctionConfig
 from workers.calls import exit_text, log_size, log_tail
 
@@ -29,7 +30,7 @@ _SEND_TIMEOUT_S = 10
 _LONGEST_WAIT_S = 0.5
 
 
-class PoolError(RuntimeError):
+class PoolError(UserError, RuntimeError):
     """The pool cannot run the functions at all: one cannot be loaded, workers do not start, the pool is closed."""
 
 
