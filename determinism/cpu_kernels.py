@@ -205,16 +205,30 @@ def blocked_linear(matmul: MatMul) -> Linear:
     return call
 
 
-def is_row_invariant(linear: Linear, weight: Tensor) -> bool:
+def is_row_invariant(make_linear: Callable[[Tensor], Linear], shape: tuple[int, int], dtype: torch.dtype) -> bool:
     """Self-test: whether one row has the same output bits at every tested batch size and position.
 
+    The row and the weights are made so that every exact output is 0: what is computed is rounding error alone, which another
+    order of summation changes in almost every element. Ordinary numbers would hide it, in bfloat16 most of all: its rounding
+    of the result lets about one difference in ten thousand through.
+
     Args:
-        weight: [N, K]; gives the shape and dtype, and is passed on.
+        make_linear: packs a weight [N, K] of `dtype` and gives the linear under test.
+        shape: (N, K) of the layer.
     """
-    outputs, inputs = weight.shape
+    outputs, inputs = shape
     generator = torch.Generator().manual_seed(20)
-    pool = torch.randn(MAX_ROWS, inputs, generator=generator).to(weight.dtype)
-    row = torch.randn(1, inputs, generator=generator).to(weight.dtype)
+    half = inputs // 2
+    order = torch.randperm(half, generator=generator)
+    weight = torch.zeros(outputs, inputs)
+    weight[:, :half] = torch.randn(outputs, half, generator=generator)
+    weight[:, half : 2 * half] = weight[:, order]
+    row = torch.zeros(1, inputs)
+    row[:, :half] = torch.randn(1, half, generator=generator)
+    row[:, half : 2 * half] = -row[:, order]
+    pool = torch.randn(MAX_ROWS, inputs, generator=generator).to(dtype)
+    weight, row = weight.to(dtype), row.to(dtype)
+    linear = make_linear(weight)
     expected = linear(row, weight, None)
     large = 2.0 * inputs * outputs * sum(_LARGE_SIZES) <= _SELF_TEST_FLOP
     for size in _SMALL_SIZES + (_LARGE_SIZES if large else ()):
@@ -345,6 +359,10 @@ def _replace_linear(kernels: CpuKernels) -> None:
 
     original = utils.dispatch_cpu_unquantized_gemm
 
+    def pack(weight: Tensor) -> MatMul:
+        handle = ops.create_onednn_mm(weight.t(), 32)
+        return lambda x, bias: ops.onednn_mm(handle, x, bias)
+
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
         if not kernels.full_determinism or layer.weight.is_meta:
             return original(layer, remove_weight)
@@ -353,9 +371,8 @@ def _replace_linear(kernels: CpuKernels) -> None:
                 f"{type(layer).__name__} with a weight of shape {tuple(layer.weight.shape)} has no batch-invariant CPU kernel "
                 "(only plain matrices through oneDNN have), so level D3 cannot be kept. Set full_determinism=false"
             )
-        handle = ops.create_onednn_mm(layer.weight.t(), 32)
-        matmul: MatMul = lambda x, bias: ops.onednn_mm(handle, x, bias)  # noqa: E731
-        layer.cpu_linear = _choose(kernels, matmul, layer.weight)
+        make = _MAKERS[_mode_for(kernels, pack, layer.weight)]
+        layer.cpu_linear = make(pack(layer.weight))
         if remove_weight:
             layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
@@ -363,23 +380,25 @@ def _replace_linear(kernels: CpuKernels) -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
-def _choose(kernels: CpuKernels, matmul: MatMul, weight: Tensor) -> Linear:
+def _mode_for(kernels: CpuKernels, pack: Callable[[Tensor], MatMul], weight: Tensor) -> str:
     """The first mode whose self-test passes for this shape; a shape that was tested before is not tested again."""
-    makers = {"pad1": padded_linear, "block16": blocked_linear}
-    shape = (weight.shape[0], weight.shape[1], str(weight.dtype).removeprefix("torch."))
+    outputs, inputs = weight.shape
+    shape = (outputs, inputs, str(weight.dtype).removeprefix("torch."))
     if shape in kernels.chosen:
-        return makers[kernels.chosen[shape]](matmul)
+        return kernels.chosen[shape]
     candidates = LINEAR_MODES if kernels.linear == "auto" else (kernels.linear,)
     for mode in candidates:
-        linear = makers[mode](matmul)
-        if is_row_invariant(linear, weight):
+        if is_row_invariant(lambda w, make=_MAKERS[mode]: make(pack(w)), (outputs, inputs), weight.dtype):  # type: ignore[misc]
             kernels.chosen[shape] = mode
-            return linear
+            return mode
     raise BatchInvarianceError(
-        f"a linear layer of {shape[1]} to {shape[0]} features in {shape[2]} gives a row other bits in other batches with "
+        f"a linear layer of {inputs} to {outputs} features in {shape[2]} gives a row other bits in other batches with "
         f"{' and with '.join(candidates)} ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads), so "
         "level D3 cannot be kept on this machine. Set determinism.cpu_linear=auto, another dtype or full_determinism=false"
     )
+
+
+_MAKERS: dict[str, Callable[[MatMul], Linear]] = {"pad1": padded_linear, "block16": blocked_linear}
 
 
 def _splitmix(x: int) -> int:

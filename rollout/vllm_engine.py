@@ -103,7 +103,7 @@ class VLLMEngine:
 
     def facts(self) -> dict[str, Any]:
         """Versions, threads, kernels and limits in force in this process."""
-        return engine_facts(self._engine, self._device) | {"role": "rollout", "weight_version": self._version}
+        return engine_facts(self._engine, self._device, role="rollout", weight_version=self._version)
 
     def close(self) -> None:
         """Shut the core down; safe to call twice."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from determinism import cpu_kernels
+from determinism.environment import facts, pin_process
 
 MIB = 1 << 20
 CPU_BLOCK_SIZE = 32
@@ -143,7 +144,7 @@ def start_engine(
         raise ValueError(f"{origin}.{key}: this engine needs {key}={arguments[key]!r}")
     _check_environment()
     with _quick_start():
-        engine_class, args_class = _import_vllm(threads)
+        engine_class, args_class = _import_vllm(full_determinism, threads)
         _check_known(extra, args_class.__dataclass_fields__, origin)
         if device == "cpu":
             cpu_kernels.install(linear=cpu_linear, full_determinism=full_determinism)
@@ -180,29 +181,30 @@ def run_requests(engine: Any, requests: Iterable[tuple[list[int], Any, int]]) ->
     return [finished[str(index)] for index in range(len(submitted))]
 
 
-def engine_facts(engine: Any, device: str) -> dict[str, Any]:
-    """What is in force in this engine's process, read back from vLLM and torch."""
-    import torch
-    import vllm
+def engine_facts(engine: Any, device: str, **more: Any) -> dict[str, Any]:
+    """What is in force in this engine's process, read back: `determinism.environment.facts`, and under `engine` vLLM's side.
 
+    Args:
+        more: further entries of `engine`.
+    """
     config = engine.vllm_config
     kernels = cpu_kernels.installed() if device == "cpu" else None
     return {
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        **facts(),
         "device": device,
-        "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "max_model_len": config.model_config.max_model_len,
-        "max_num_seqs": config.scheduler_config.max_num_seqs,
-        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-        "scheduling_policy": config.scheduler_config.policy,
-        "prefix_caching": config.cache_config.enable_prefix_caching,
-        "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
-        "kv_blocks": config.cache_config.num_gpu_blocks,
-        "block_size": config.cache_config.block_size,
-        "cpu_kernels": None if kernels is None else kernels.facts(),
+        "engine": {
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "max_model_len": config.model_config.max_model_len,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "scheduling_policy": config.scheduler_config.policy,
+            "prefix_caching": config.cache_config.enable_prefix_caching,
+            "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+            "kv_blocks": config.cache_config.num_gpu_blocks,
+            "block_size": config.cache_config.block_size,
+            "cpu_kernels": None if kernels is None else kernels.facts(),
+            **more,
+        },
     }
 
 
@@ -228,10 +230,8 @@ def _check_environment() -> None:
         )
 
 
-def _import_vllm(threads: int) -> tuple[Any, Any]:
-    import torch
-
-    torch.set_num_threads(threads)
+def _import_vllm(full_determinism: bool, threads: int) -> tuple[Any, Any]:
+    pin_process(full_determinism, threads)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 

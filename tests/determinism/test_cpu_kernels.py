@@ -195,27 +195,50 @@ def test_no_padded_call_has_one_row_and_every_blocked_call_has_sixteen(count):
     assert all(rows in (0, BLOCK_ROWS) for rows in blocked_rows)
 
 
-def test_the_self_test_catches_a_product_that_depends_on_the_row_count():
-    weight = torch.randn(8, 6)
-
-    def moves_at_33_rows(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = (x[:, None, :] * weight).sum(-1)
-        return out + 1e-6 if x.shape[0] == 33 else out
-
-    assert not is_row_invariant(padded_linear(moves_at_33_rows), weight)
-    assert is_row_invariant(blocked_linear(moves_at_33_rows), weight)
+def exact(weight: torch.Tensor):
+    """A product that is computed row by row, so it can depend on nothing else."""
+    return lambda x, bias: (x[:, None, :] * weight).sum(-1)
 
 
-def test_the_self_test_catches_a_product_that_depends_on_the_position():
-    weight = torch.randn(8, 6)
+def moves_at_33_rows(weight: torch.Tensor):
+    return lambda x, bias: exact(weight)(x, bias) + (1e-6 if x.shape[0] == 33 else 0)
 
-    def moves_the_last_row(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = (x[:, None, :] * weight).sum(-1)
-        out[-1] += 1e-6
+
+def moves_the_last_row(weight: torch.Tensor):
+    def matmul(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = exact(weight)(x, bias)
+        out[-1:] += 1e-6
         return out
 
-    assert not is_row_invariant(padded_linear(moves_the_last_row), weight)
-    assert not is_row_invariant(blocked_linear(moves_the_last_row), weight)
+    return matmul
+
+
+def sums_backwards_in_large_batches(weight: torch.Tensor):
+    """Another order of summation in float32, rounded to the dtype at the end: what bfloat16 kernels do."""
+
+    def matmul(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        terms = x[:, None, :].float() * weight.float()
+        total = torch.zeros(terms.shape[:-1])
+        for term in (terms.flip(-1) if x.shape[0] > 8 else terms).unbind(-1):
+            total = total + term
+        return total.to(x.dtype)
+
+    return matmul
+
+
+@pytest.mark.parametrize(
+    ("matmul", "padded", "blocked"),
+    [
+        (exact, True, True),
+        (moves_at_33_rows, False, True),
+        (moves_the_last_row, False, False),
+        (sums_backwards_in_large_batches, False, True),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_self_test_catches_a_product_that_depends_on_the_batch(matmul, padded, blocked, dtype):
+    assert is_row_invariant(lambda weight: padded_linear(matmul(weight)), (8, 33), dtype) == padded
+    assert is_row_invariant(lambda weight: blocked_linear(matmul(weight)), (8, 33), dtype) == blocked
 
 
 @dataclasses.dataclass
