@@ -9,7 +9,15 @@ from collections.abc import Iterator
 
 from configs.contract import contract_check, contract_warnings
 from configs.problems import Problem
-from configs.roles import fsdp_of_roles, needs_critic, needs_groups, needs_reference, samplings, user_function
+from configs.roles import (
+    fsdp_of_roles,
+    needs_critic,
+    needs_greedy,
+    needs_groups,
+    needs_reference,
+    samplings,
+    user_function,
+)
 from configs.schema import Config, DataSourceConfig
 
 LABEL = re.compile(r"[A-Za-z0-9_.-]+")
@@ -237,7 +245,26 @@ def _algorithm(config: Config) -> Iterator[Problem]:
         yield Problem(
             "algorithm.rollout_correction.sequence_mask_low", f"{low} leaves nothing below sequence_mask_high {high}"
         )
+    yield from _dynamic_sampling(config)
     yield from _kl(config)
+
+
+def _dynamic_sampling(config: Config) -> Iterator[Problem]:
+    if not config.algorithm.dynamic_sampling.enable:
+        return
+    if config.rollout.sampling.n < 2:
+        yield Problem(
+            "algorithm.dynamic_sampling.enable",
+            f"with rollout.sampling.n {config.rollout.sampling.n} no group can have two different rewards",
+            "take 2 or more samples a prompt",
+        )
+    if config.rollout.max_head_offpolicyness > 0:
+        yield Problem(
+            "algorithm.dynamic_sampling.enable",
+            f"rollout.max_head_offpolicyness is {config.rollout.max_head_offpolicyness}: generation runs ahead, before rewards "
+            "say which groups have to be replaced",
+            "set one of the two to its default",
+        )
 
 
 def _kl(config: Config) -> Iterator[Problem]:
@@ -276,6 +303,19 @@ def _reward(config: Config) -> Iterator[Problem]:
         )
     elif not any(weights):
         yield Problem("reward", "every source has weight 0, so there is nothing to learn", "give one a weight")
+    if reward.normalise and needs_greedy(config):
+        yield Problem(
+            "reward.normalise",
+            f"{config.algorithm.advantage.name} subtracts the greedy response's reward, which is not normalised",
+            "set it to false",
+        )
+    judges = [*names, *(["model"] if reward.model.path else []), "total"]
+    if config.trainer.eval_source is not None and config.trainer.eval_source not in judges:
+        yield Problem(
+            "trainer.eval_source",
+            f"{config.trainer.eval_source!r} is not a source of rewards",
+            f"take {', '.join(judges)}, or null",
+        )
 
 
 # --- engines and devices -------------------------------------------------------------------------------------------
@@ -328,6 +368,17 @@ def _devices(config: Config) -> Iterator[Problem]:
 def _warnings(config: Config) -> Iterator[Problem]:
     if not config.data.validation and (config.trainer.validate_every or config.trainer.validate_at_start):
         yield Problem("data.validation", "is empty, so no validation takes place")
+    for key, sampling in samplings(config):
+        if sampling.temperature == 0 and sampling.n > 1:
+            yield Problem(
+                f"{key}.n", f"{sampling.n} greedy samples of a prompt are copies; set a temperature above 0, or 1 sample"
+            )
+    kl = config.algorithm.kl
+    if needs_reference(config) and kl.placement == "loss" and kl.estimator == "k1":
+        yield Problem(
+            "algorithm.kl.estimator",
+            "k1 in the loss has a gradient that is zero on average, so it holds the policy to nothing; take k2, k3 or full",
+        )
     longest = rollout_context(config)
     model = config.reward.model
     if model.path is not None and model.max_model_len is not None and model.max_model_len < longest:

@@ -179,6 +179,7 @@ RANGES: dict[tuple[str, str], Range] = {
     ("RolloutCorrectionConfig", "sequence_mask_high"): AT_LEAST_1,
     ("AlgorithmConfig", "overlong_buffer"): AT_LEAST_0,
     ("AlgorithmConfig", "overlong_penalty"): AT_LEAST_0,
+    ("DynamicSamplingConfig", "max_rounds"): AT_LEAST_1,
     ("LauncherConfig", "num_ranks"): AT_LEAST_1,
     ("LauncherConfig", "ray_num_cpus"): AT_LEAST_1,
     ("LauncherConfig", "timeout_s"): POSITIVE,

@@ -10,6 +10,7 @@ from configs.schema import Config, FsdpConfig, SamplingConfig
 
 CRITIC_ESTIMATORS = ("gae",)
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
+GREEDY_ESTIMATORS = ("remax",)
 
 
 def roles_needed(config: Config) -> list[str]:
@@ -36,6 +37,12 @@ def needs_groups(config: Config) -> bool:
     """Whether the advantage estimator compares the samples of a prompt."""
     name = config.algorithm.advantage.name
     return name in GROUP_ESTIMATORS or bool(_mark(name, "needs_groups"))
+
+
+def needs_greedy(config: Config) -> bool:
+    """Whether the advantage estimator compares with a greedy response."""
+    name = config.algorithm.advantage.name
+    return name in GREEDY_ESTIMATORS or bool(_mark(name, "needs_greedy"))
 
 
 def needs_reference(config: Config) -> bool:

@@ -436,6 +436,16 @@ class RolloutCorrectionConfig:
 
 
 @dataclass
+class DynamicSamplingConfig:
+    """Groups whose samples all have the same reward teach nothing; further prompts take their places (DAPO)."""
+
+    enable: bool = False
+    """Generate again, for further prompts, until every group of the step has at least two different rewards."""
+    max_rounds: int = 4
+    """Rounds of generation in a step, the first included; places that are still open then keep groups of equal rewards."""
+
+
+@dataclass
 class AlgorithmConfig:
     """The arithmetic of a step."""
 
@@ -459,6 +469,8 @@ class AlgorithmConfig:
     """Soft overlong penalty (DAPO): within the last this many tokens below the cap the score falls linearly by `overlong_penalty`; 0 turns it off."""
     overlong_penalty: float = 1.0
     """Largest soft overlong penalty."""
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    """Groups without differing rewards are replaced."""
 
 
 @dataclass
@@ -513,6 +525,10 @@ class TrainerConfig:
     """Steps between validations; 0 turns them off."""
     validate_at_start: bool = True
     """Validate before the first step."""
+    eval_source: str | None = None
+    """Reward source that says whether a validation sample is right, for pass@k and maj@k: a function's name, `model` or `total`; null takes the first function, or `total` when there is none."""
+    eval_threshold: float = 1.0
+    """A validation sample is right when that source gives it at least this much."""
     checkpoint_every: int = 50
     """Steps between checkpoints; 0 saves only at the end."""
     checkpoint_at_end: bool = True

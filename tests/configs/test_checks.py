@@ -205,9 +205,39 @@ def test_check_raises_every_contradiction_at_once():
         (["data.validation=[]", "trainer.validate_every=1"], "data.validation"),
         (["reward.model.max_model_len=10"], "reward.model.max_model_len"),
         (["rollout.seed=5"], "rollout.seed"),
+        (["algorithm.kl.placement=loss", "algorithm.kl.coef=0.01"], "algorithm.kl.estimator"),
+        (["rollout.validation.n=4"], "rollout.validation.n"),
     ],
 )
 def test_what_is_allowed_but_odd_is_a_warning(overrides, key):
     config = load_config([MICRO, *overrides])
     assert cross_check(config) == []
     assert [problem.key for problem in warn(config)] == [key]
+
+
+def test_k1_in_the_loss_is_no_matter_where_it_is_in_the_reward_or_another_estimator_is_used():
+    for overrides in (["algorithm.kl.placement=reward"], ["algorithm.kl.placement=loss", "algorithm.kl.estimator=k3"]):
+        assert warn(load_config([MICRO, "algorithm.kl.coef=0.01", *overrides])) == []
+
+
+def test_dynamic_sampling_needs_several_samples_and_a_synchronous_loop():
+    enable = "algorithm.dynamic_sampling.enable=true"
+    assert keys(enable) == []
+    assert "with rollout.sampling.n 1" in line(
+        "algorithm.dynamic_sampling.enable", enable, "rollout.sampling.n=1", "data.prompts_per_step=16"
+    )
+    assert "generation runs ahead" in line(
+        "algorithm.dynamic_sampling.enable", enable, "rollout.max_head_offpolicyness=1"
+    )
+
+
+def test_a_greedy_baseline_cannot_be_compared_with_normalised_rewards():
+    assert keys("algorithm=remax") == []
+    assert "remax subtracts" in line("reward.normalise", "algorithm=remax", "reward.normalise=true")
+    assert keys("reward.normalise=true") == []
+
+
+def test_the_source_that_judges_validation_must_exist():
+    for name in ("correct", "model", "total", "null"):
+        assert keys(f"trainer.eval_source={name}") == []
+    assert "take correct, model, total, or null" in line("trainer.eval_source", "trainer.eval_source=corect")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.limits import CHOICES
-from configs.roles import CRITIC_ESTIMATORS, GROUP_ESTIMATORS
+from configs.roles import CRITIC_ESTIMATORS, GREEDY_ESTIMATORS, GROUP_ESTIMATORS
 from reward.functions import BUILT_IN
 from trainer.advantages import ESTIMATORS
 from trainer.aggregate import AGGREGATIONS
@@ -18,6 +18,7 @@ def test_what_estimators_need():
     entries = ESTIMATORS.entries.items()
     assert set(CRITIC_ESTIMATORS) == {name for name, function in entries if getattr(function, "needs_critic", False)}
     assert set(GROUP_ESTIMATORS) == {name for name, function in entries if getattr(function, "needs_groups", False)}
+    assert set(GREEDY_ESTIMATORS) == {name for name, function in entries if getattr(function, "needs_greedy", False)}
 
 
 def test_policy_losses():
