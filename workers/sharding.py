@@ -164,13 +164,14 @@ def local_rows(tensor: Tensor) -> Tensor:
 
 
 def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter whole, on the CPU, under its name (tied ones once), in the model's order.
+    """Each parameter whole, on the CPU, under its name (tied ones once), in the model's order; copies, which training leaves alone.
 
     Collective: every rank must exhaust it.
     """
     for name, parameter in model.named_parameters():
         value = parameter.detach()
-        yield name, (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        yield name, whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def most_across_ranks(counts: list[int], device: torch.device) -> list[int]:

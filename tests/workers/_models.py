@@ -27,7 +27,7 @@ ODD = {
     "vocab_size": VOCAB,
     "hidden_size": 66,
     "intermediate_size": 91,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 3,
     "num_key_value_heads": 1,
     "head_dim": 22,

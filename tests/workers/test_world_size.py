@@ -42,10 +42,9 @@ def train(worker: TrainerWorker, steps: range) -> list[dict]:
     for step in steps:
         leaves = leaves_of(batch(18, 23, seed=step), 3)
         batches = [mini_batch(leaves[:4], rank, ranks), mini_batch(leaves[4:], rank, ranks)]
-        results = {
-            "critic": worker.critic.update(batches, SquaredLoss()),
-            "actor": worker.actor.update(batches, RatioLoss(needs_full_kl=worker.ref is not None)),
-        }
+        results = {"actor": worker.actor.update(batches, RatioLoss(needs_full_kl=worker.ref is not None))}
+        if worker.critic is not None:
+            results["critic"] = worker.critic.update(batches, SquaredLoss())
         worker.end_step()
         record.append({"results": results, "digests": worker.digests()})
     return record
@@ -77,8 +76,8 @@ def spoilt_run(path: str) -> dict[str, str]:
     def outcome(change) -> str:
         config: Config = trainer_config(path, dist.get_world_size())
         change(config)
-        worker = TrainerWorker(config, ["actor", "critic"])
-        return train(worker, range(STEPS))[-1]["digests"]["actor_weights"]
+        worker = TrainerWorker(config, ["actor"])
+        return train(worker, range(2))[-1]["digests"]["actor_weights"]
 
     found = {"kept": outcome(lambda config: None)}
     found["library_reduce_scatter"] = outcome(lambda config: setattr(config, "full_determinism", False))
