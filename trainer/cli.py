@@ -79,7 +79,7 @@ def available_commands() -> dict[str, Command]:
     commands = {
         "train": Command("train as configured", "trainer.main_ppo", train),
         "compare": _forwarded("are runs the same, and if not, where do they part?", "determinism.compare"),
-        "doctor": _forwarded("what can be promised on this machine with this model", "determinism.selfcheck"),
+        "doctor": _forwarded("what can be promised on this machine with this model", "trainer.doctor"),
         "replay": _forwarded("run up to one step of a run again and check it against its ledger", "trainer.replay"),
         "eval": _forwarded("evaluate a model on the validation sources", "trainer.evaluate"),
         "build": Command("build the small models that recipes name", "trainer.tiny", build),
