@@ -107,6 +107,11 @@ class RewardManager:
         """Scores for validation: as `score`, but raw (no normalisation), and nothing that training remembers is touched."""
         return self._combine(episodes, self._score_sources(episodes))
 
+    @property
+    def model_group(self) -> WorkerGroup | None:
+        """The reward engines; None when no reward model is served."""
+        return self._model_group
+
     def start(self) -> None:
         """Load the functions now instead of at the first step.
 
