@@ -248,7 +248,8 @@ class Report:
         if not rows:
             return f"{name}: nothing was checked"
         row = rows[0]
-        return f"{name}: {row.verdict}: {row.detail or row.checked}" + (f". {row.way_out}" if row.way_out else "")
+        reason = row.detail if row.detail and "\n" not in row.detail else row.checked  # output of a run is in the table
+        return f"{name}: {row.verdict}: {reason}" + (f". {row.way_out}" if row.way_out else "")
 
     @property
     def exit_code(self) -> int:

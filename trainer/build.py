@@ -29,6 +29,7 @@ from rollout.episodes import Rollout
 from trainer.async_ppo import AsyncPPO
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.data import PromptData, PromptSampler, data_digest
+from trainer.engine_check import EngineCheck, check_engines
 from trainer.kl import controller
 from trainer.models import Models
 from trainer.ppo import PPO, Parts
@@ -189,6 +190,9 @@ def assemble(
     stack.callback(rollout_group.close)
     if reward_group is not None:
         stack.callback(reward_group.close)
+    checked = None
+    if config.full_determinism and config.determinism.engine_check:
+        checked = check_engines(config, rollout_group, reward_group, inputs.context)
     trainers = trainer_group(config, launcher, roles)
     stack.callback(trainers.close)
 
@@ -238,7 +242,7 @@ def assemble(
         ppo.load_state_dict(state)
     groups = {"trainer": trainers, "rollout": rollout_group, "reward": reward_group}
     processes = {name: group.run("facts") for name, group in groups.items() if group is not None}
-    launcher.on_main(lambda: record_manifest(config, run, inputs, processes))
+    launcher.on_main(lambda: record_manifest(config, run, inputs, processes, checked))
     return ppo
 
 
@@ -255,9 +259,16 @@ def reward_tokenizer(config: Config) -> Any:
 
 
 def record_manifest(
-    config: Config, run: RunDirectory, inputs: Inputs, processes: dict[str, list[dict[str, Any]]]
+    config: Config,
+    run: RunDirectory,
+    inputs: Inputs,
+    processes: dict[str, list[dict[str, Any]]],
+    checked: EngineCheck | None = None,
 ) -> None:
     """Write what was in force in each process, as read back there; under full determinism also insist on it.
+
+    Args:
+        checked: the engine check at start, for people to read; None when there was none.
 
     Raises:
         EnvironmentNotPinned: a process does not have what full determinism asked for; names it.
@@ -274,7 +285,8 @@ def record_manifest(
     }
     if config.reward.model.path is not None:
         digests["model/reward"] = model_digest(config.reward.model.path)
-    write_manifest(run.manifest, to_dict(config), named, digests)
+    informative = {"engine_check": checked.as_dict() if checked else None}
+    write_manifest(run.manifest, to_dict(config), named, digests, informative)
 
 
 def model_digest(path: str) -> str:
