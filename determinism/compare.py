@@ -115,9 +115,10 @@ def describe(comparison: Comparison) -> str:
     lines = [f"{comparison.a}  against  {comparison.b}"]
     if comparison.fields:
         lines.append(f"  {len(comparison.fields)} manifest field(s) differ:")
-        lines += [f"    {d.field}: {d.a!r} | {d.b!r}" for d in comparison.fields[:20]]
-        if len(comparison.fields) > 20:
-            lines.append(f"    ... and {len(comparison.fields) - 20} more (--json lists all)")
+        shown = field_lines(comparison.fields)
+        lines += [f"    {line}" for line in shown[:20]]
+        if len(shown) > 20:
+            lines.append(f"    ... and {len(shown) - 20} more (--json lists all)")
     else:
         lines.append("  manifests: no field differs")
     checked = sum(len(phases) for phases in comparison.grid.values())
@@ -137,6 +138,34 @@ def describe(comparison: Comparison) -> str:
     else:
         lines.append("    (record raw values with ledger.record=full in both runs to see the sample and token)")
     return "\n".join(lines)
+
+
+def field_lines(fields: Sequence[FieldDifference]) -> list[str]:
+    """A line a difference: processes that only one run has by name alone, a field that differs alike in several processes once."""
+    lines: dict[tuple[str, str, str], list[str]] = {}
+    for difference in fields:
+        group, process, name = [*difference.field.split(".", 2), "", ""][:3]
+        a, b = _short(difference.a), _short(difference.b)
+        if group != "processes":
+            lines[difference.field, a, b] = []
+        elif not name:
+            lines.setdefault(("processes", "only in A" if difference.b is None else "only in B", ""), []).append(
+                process
+            )
+        else:
+            lines.setdefault((name, a, b), []).append(process)
+    found = []
+    for (name, a, b), processes in lines.items():
+        if name == "processes":
+            found.append(f"processes {a}: {', '.join(processes)}")
+        else:
+            found.append(f"{name}: {a} | {b}" + (f"  (in {', '.join(processes)})" if processes else ""))
+    return found
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from determinism.compare import main
+from determinism.compare import FieldDifference, field_lines, main
 from determinism.ledger import Ledger
 from determinism.values import tensor_difference, ulps
 
@@ -167,3 +167,17 @@ def test_shapes_are_reported_before_values():
     found = tensor_difference(torch.zeros(2), torch.zeros(3), "values", "values", [])
     assert found is not None
     assert "shape" in found.where
+
+
+def test_manifest_differences_read_as_a_person_would_say_them():
+    fields = [
+        FieldDifference("config.seed", 0, 1),
+        FieldDifference("processes.rollout/1", None, {"threads": 1}),
+        FieldDifference("processes.rollout/0.threads", 1, 2),
+        FieldDifference("processes.trainer/0.threads", 1, 2),
+    ]
+    assert field_lines(fields) == [
+        "config.seed: 0 | 1",
+        "processes only in B: rollout/1",
+        "threads: 1 | 2  (in rollout/0, trainer/0)",
+    ]
