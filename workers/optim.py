@@ -128,7 +128,9 @@ class Updater:
         gradients = []
         for name, parameter in self.named:
             if parameter.grad is None:
-                raise RuntimeError(f"{name} got no gradient; every trained parameter must take part in the forward pass")
+                raise RuntimeError(
+                    f"{name} got no gradient; every trained parameter must take part in the forward pass"
+                )
             gradients.append(local_rows(parameter.grad))
             parameter.grad = None
         return gradients

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from configs.schema import FsdpConfig, OptimizerConfig
+from configs.schema import FsdpConfig, LoraConfig, OptimizerConfig
 from workers.batch import MiniBatch, PolicyOutputs, TokenBatch, UpdateResult
+from workers.lora import adapters_off, add_adapters, base_name
 from workers.optim import Loss
 from workers.pretrained import Checkpoint, bind, empty_model, load_config
 from workers.sharded_model import ShardedModel
-from workers.sharding import materialise, release, shard
+from workers.sharding import materialise, shard
+
+
+class Reference(Protocol):
+    """A frozen policy."""
+
+    def scoring(self) -> AbstractContextManager[nn.Module]:
+        """The network to run, as long as the context is open."""
+        ...
+
+    def release(self) -> None:
+        """Free gathered parameters."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -29,7 +44,7 @@ class Sampled:
 
 
 def token_logprobs(
-    model: nn.Module, leaf: TokenBatch, temperature: float, entropy: bool, reference: nn.Module | None = None
+    model: nn.Module, leaf: TokenBatch, temperature: float, entropy: bool, reference: Reference | None = None
 ) -> PolicyOutputs:
     """Log-probabilities and entropies of the distribution that was sampled from: softmax(logits / temperature).
 
@@ -48,14 +63,16 @@ def token_logprobs(
     Raises:
         ValueError: the mask is True in column 0, which no token precedes.
     """
+    other = None
+    if reference is not None:
+        with torch.no_grad(), reference.scoring() as network:
+            other = _sampled_rows(network, leaf, temperature).logprobs
     sampled = _sampled_rows(model, leaf, temperature)
     chosen = sampled.logprobs.gather(1, sampled.targets.unsqueeze(1)).squeeze(1)
     with torch.set_grad_enabled(entropy and torch.is_grad_enabled()):
         entropies = -(sampled.logprobs.exp() * sampled.logprobs).sum(dim=-1)
     full_kl = None
-    if reference is not None:
-        with torch.no_grad():
-            other = _sampled_rows(reference, leaf, temperature).logprobs
+    if other is not None:
         full_kl = _place((sampled.logprobs.exp() * (sampled.logprobs - other)).sum(dim=-1), leaf.mask)
     return PolicyOutputs(_place(chosen, leaf.mask), _place(entropies, leaf.mask), full_kl)
 
@@ -100,6 +117,8 @@ class PolicyModel(ShardedModel):
         full_determinism: canonical sums over ranks.
         optim: None for the frozen reference.
         total_steps: length of the learning-rate schedule.
+        lora: adapters; rank 0 trains all weights.
+        seed: the run's, for new adapters.
 
     Raises:
         CheckpointError: the checkpoint does not fit the model.
@@ -116,19 +135,22 @@ class PolicyModel(ShardedModel):
         full_determinism: bool,
         optim: OptimizerConfig | None = None,
         total_steps: int = 1,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
         from transformers import AutoModelForCausalLM
 
         self.temperature = temperature
-        self.hf_config = load_config(path, fsdp.attention, trust_remote_code)
-        network = empty_model(AutoModelForCausalLM, self.hf_config, trust_remote_code)
-        read = bind(Checkpoint(path), network)
+        self.reference: Reference | None = None
+        """Set by the owner when a loss may ask for the KL over the vocabulary."""
+        hf_config = load_config(path, fsdp.attention, trust_remote_code)
+        network = empty_model(AutoModelForCausalLM, hf_config, trust_remote_code)
+        adapters = add_adapters(network, lora, seed, "actor") if lora and lora.rank > 0 else {}
+        read = bind(Checkpoint(path), network, initial=adapters, rename=base_name)
         shard(network, mesh, fsdp, full_determinism)
         materialise(network, device, read)
-        self.reference: PolicyModel | None = None
-        """Set by the owner when a loss may ask for the KL over the vocabulary."""
-        super().__init__(network, device, optim, total_steps)
+        super().__init__(network, hf_config, device, optim, total_steps, lora if adapters else None)
 
     def forward(self, leaf: TokenBatch, loss: Loss | None) -> PolicyOutputs:
         """Outputs of one leaf. A loss says what else it needs: `needs_entropy_gradient`, `needs_full_kl`.
@@ -139,14 +161,13 @@ class PolicyModel(ShardedModel):
         entropy, full_kl = (bool(getattr(loss, name, False)) for name in ("needs_entropy_gradient", "needs_full_kl"))
         if full_kl and self.reference is None:
             raise ValueError("the loss needs the KL over the vocabulary, but this trainer has no reference")
-        reference = self.reference if full_kl else None
-        return token_logprobs(self.network, leaf, self.temperature, entropy, reference and reference.network)
+        return token_logprobs(self.network, leaf, self.temperature, entropy, self.reference if full_kl else None)
 
     def update(self, mini_batches: Sequence[MiniBatch], loss: Loss) -> list[UpdateResult]:
         """As `ShardedModel.update`."""
         results = super().update(mini_batches, loss)
         if self.reference is not None:
-            release(self.reference.network)
+            self.reference.release()
         return results
 
     def logprobs(self, leaves: Sequence[TokenBatch], temperature: float | None = None) -> list[tuple[Tensor, Tensor]]:
@@ -158,3 +179,27 @@ class PolicyModel(ShardedModel):
         if temperature is not None and temperature != self.temperature:
             raise ValueError(f"temperature {temperature} was asked for, but the model trains at {self.temperature}")
         return [(outputs.logprobs.cpu(), outputs.entropy.cpu()) for outputs in self.score(leaves)]
+
+    def scoring(self) -> AbstractContextManager[nn.Module]:
+        """The network, as a reference."""
+        return nullcontext(self.network)
+
+
+class BaseOfAdapters:
+    """The reference of an actor with adapters: the same weights with the adapters switched off, so none are held twice."""
+
+    def __init__(self, actor: PolicyModel) -> None:
+        self.actor = actor
+
+    def logprobs(self, leaves: Sequence[TokenBatch], temperature: float | None = None) -> list[tuple[Tensor, Tensor]]:
+        """As `PolicyModel.logprobs`."""
+        with self.scoring():
+            return self.actor.logprobs(leaves, temperature)
+
+    def scoring(self) -> AbstractContextManager[nn.Module]:
+        """The network without adapters."""
+        return adapters_off(self.actor.network)
+
+    def release(self) -> None:
+        """Free gathered parameters."""
+        self.actor.release()

@@ -29,7 +29,9 @@ class Checkpoint:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise CheckpointError(f"checkpoint {str(path)!r} is not a directory; give the path of a Hugging Face checkpoint")
+            raise CheckpointError(
+                f"checkpoint {str(path)!r} is not a directory; give the path of a Hugging Face checkpoint"
+            )
         self._files = self._locate()
         self._open: dict[str, Any] = {}
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from configs.schema import OptimizerConfig
+from configs.schema import LoraConfig, OptimizerConfig
 from determinism.digest import module_digest
 from workers.batch import MiniBatch, TokenBatch, UpdateResult
+from workers.lora import merged
 from workers.optim import Loss, Updater
-from workers.sharding import filler_leaf, most_across_ranks, release
+from workers.sharding import filler_leaf, full_weights, most_across_ranks, release
 
 
 class ShardedModel(ABC):
@@ -23,13 +24,25 @@ class ShardedModel(ABC):
 
     Args:
         network: sharded and materialised.
+        hf_config: its transformers config.
         device: where leaves are computed.
         optim: optimizer settings; None for a frozen model.
         total_steps: training steps over which the learning-rate schedule runs.
+        lora: the adapters that `network` has; None when it has none.
     """
 
-    def __init__(self, network: nn.Module, device: torch.device, optim: OptimizerConfig | None, total_steps: int) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        hf_config: Any,
+        device: torch.device,
+        optim: OptimizerConfig | None,
+        total_steps: int,
+        lora: LoraConfig | None = None,
+    ) -> None:
         self.network = network
+        self.hf_config = hf_config
+        self.lora = lora
         self.device = device
         self.updater: Updater | None = None
         if optim is None:
@@ -64,8 +77,17 @@ class ShardedModel(ABC):
             outputs = self.forward(leaf.to(self.device), None)
             if slot < len(leaves):
                 results.append(outputs)
-        release(self.network)
+        self.release()
         return results
+
+    def release(self) -> None:
+        """Free gathered parameters."""
+        release(self.network)
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights on the CPU by Hugging Face name, adapters merged. Every rank must exhaust it."""
+        weights = full_weights(self.network)
+        return weights if self.lora is None else merged(weights, self.lora)
 
     def digests(self) -> tuple[str, str]:
         """Digests of the trained weights and of the optimizer's state; the same for any sharding."""

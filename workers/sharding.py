@@ -52,12 +52,18 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         names.update(getattr(module, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
-        raise ValueError(f"{type(model).__name__} names no decoder layers (`_no_split_modules`), so it cannot be sharded by layer")
+        raise ValueError(
+            f"{type(model).__name__} names no decoder layers (`_no_split_modules`), so it cannot be sharded by layer"
+        )
     return layers
 
 
 def shard(
-    model: nn.Module, mesh: DeviceMesh, fsdp: FsdpConfig, full_determinism: bool, fp32_modules: tuple[nn.Module, ...] = ()
+    model: nn.Module,
+    mesh: DeviceMesh,
+    fsdp: FsdpConfig,
+    full_determinism: bool,
+    fp32_modules: tuple[nn.Module, ...] = (),
 ) -> None:
     """Apply `fully_shard` to each decoder layer, to `fp32_modules` (computed in float32 whatever the precision) and to the root.
 
@@ -67,7 +73,9 @@ def shard(
     if fsdp.precision not in ("fp32", "bf16"):
         raise ValueError(f"fsdp.precision is {fsdp.precision!r}; it must be 'fp32' or 'bf16'")
     bf16 = fsdp.precision == "bf16"
-    inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    inner = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    )
     outer = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
         if bf16

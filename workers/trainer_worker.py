@@ -17,9 +17,9 @@ from torch import Tensor
 
 from configs.schema import Config
 from determinism import environment
-from workers.policy import PolicyModel
+from workers.policy import BaseOfAdapters, PolicyModel
 from workers.sharded_model import ShardedModel
-from workers.sharding import full_weights, rank_mesh
+from workers.sharding import rank_mesh
 from workers.value import ValueModel
 
 ROLES = ("actor", "ref", "critic")
@@ -46,23 +46,40 @@ class TrainerWorker:
         self.config = config
         self.device = rank_device(config.launcher.device)
         self.mesh = rank_mesh(config.launcher.num_ranks, self.device.type)
-        self.actor = self._policy("actor") if "actor" in roles else None
-        self.ref = self._policy("ref") if "ref" in roles else None
+        self.actor = self._actor() if "actor" in roles else None
+        self.ref = self._reference() if "ref" in roles else None
+        self.critic = self._value() if "critic" in roles else None
         if self.actor is not None:
             self.actor.reference = self.ref
-        self.critic = self._value() if "critic" in roles else None
 
-    def _policy(self, role: str) -> PolicyModel:
-        config, trained = self.config, role == "actor"
+    def _actor(self) -> PolicyModel:
+        config = self.config
         return PolicyModel(
-            config.model.path if trained else config.ref.path,
+            config.model.path,
             self.mesh,
             self.device,
-            config.actor.fsdp if trained else config.ref.fsdp,
+            config.actor.fsdp,
             temperature=config.rollout.sampling.temperature,
             full_determinism=config.full_determinism,
-            optim=config.actor.optim if trained else None,
+            optim=config.actor.optim,
             total_steps=config.trainer.total_steps,
+            lora=config.actor.lora,
+            seed=config.seed,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+
+    def _reference(self) -> PolicyModel | BaseOfAdapters:
+        config = self.config
+        same = (config.ref.path, config.ref.fsdp) == (config.model.path, config.actor.fsdp)
+        if self.actor is not None and self.actor.lora is not None and same:
+            return BaseOfAdapters(self.actor)
+        return PolicyModel(
+            config.ref.path,
+            self.mesh,
+            self.device,
+            config.ref.fsdp,
+            temperature=config.rollout.sampling.temperature,
+            full_determinism=config.full_determinism,
             trust_remote_code=config.model.trust_remote_code,
         )
 
@@ -77,6 +94,7 @@ class TrainerWorker:
             full_determinism=config.full_determinism,
             optim=config.critic.optim,
             total_steps=config.trainer.total_steps,
+            lora=config.critic.lora,
             trust_remote_code=config.model.trust_remote_code,
         )
 
@@ -97,7 +115,9 @@ class TrainerWorker:
         Args:
             everywhere: on every rank (each has engines of its own to feed); otherwise None except on rank 0.
         """
-        return self._whole(self._require("actor"), everywhere)
+        if self.actor is None:
+            raise ValueError("export_weights: this trainer has no actor")
+        return self._whole(self.actor, everywhere)
 
     def digests(self) -> dict[str, str]:
         """Ledger phase -> digest of the trained weights and of the optimizer state; the same for any sharding."""
@@ -126,7 +146,9 @@ class TrainerWorker:
 
         A critic becomes a one-label sequence classifier.
         """
-        model = self._require(role)
+        if role not in self.trained:
+            raise ValueError(f"export_hf: this trainer trains no {role!r}, only {sorted(self.trained)}")
+        model = self.trained[role]
         weights = self._whole(model)
         if weights is not None:
             source = Path(self.config.critic.path if role == "critic" else self.config.model.path)
@@ -135,11 +157,7 @@ class TrainerWorker:
 
     def facts(self) -> dict[str, Any]:
         """What is in force in this process, for the manifest. Not collective."""
-        sizes = {
-            name: sum(p.numel() for p in model.network.parameters())
-            for name, model in (("actor", self.actor), ("ref", self.ref), ("critic", self.critic))
-            if model is not None
-        }
+        sizes = {name: sum(p.numel() for p in model.network.parameters()) for name, model in self.trained.items()}
         return {
             **environment.facts(),
             "rank": dist.get_rank(),
@@ -155,16 +173,10 @@ class TrainerWorker:
     def _whole(self, model: ShardedModel, everywhere: bool = False) -> dict[str, Tensor] | None:
         main = everywhere or dist.get_rank() == 0
         weights = {}
-        for name, tensor in full_weights(model.network):
+        for name, tensor in model.export():
             if main:
                 weights[name] = tensor
         return weights if main else None
-
-    def _require(self, role: str) -> Any:
-        model = getattr(self, role) if role in ROLES else None
-        if model is None:
-            raise ValueError(f"this trainer has no {role!r}")
-        return model
 
 
 def rank_device(name: str) -> torch.device:
@@ -196,5 +208,7 @@ def _write_hf(
     if generation.is_file() and not classifier:
         (path / "generation_config.json").write_bytes(generation.read_bytes())
     tokenizer = config.model.tokenizer or str(source)
-    if any((Path(tokenizer) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+    if any(
+        (Path(tokenizer) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    ):
         AutoTokenizer.from_pretrained(tokenizer).save_pretrained(path)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from configs.schema import FsdpConfig, OptimizerConfig
+from configs.schema import FsdpConfig, LoraConfig, OptimizerConfig
 from determinism.seeds import derive_seed, torch_generator
 from workers.batch import TokenBatch, ValueOutputs
+from workers.lora import add_adapters, base_name
 from workers.optim import Loss
 from workers.pretrained import Checkpoint, CheckpointError, bind, empty_model, load_config
 from workers.sharded_model import ShardedModel
@@ -77,18 +78,24 @@ class ValueModel(ShardedModel):
         full_determinism: bool,
         optim: OptimizerConfig,
         total_steps: int,
+        lora: LoraConfig | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         from transformers import AutoModel
 
-        self.hf_config = load_config(path, fsdp.attention, trust_remote_code)
-        backbone = empty_model(AutoModel, self.hf_config, trust_remote_code)
-        network = ValueNetwork(backbone, self.hf_config.hidden_size)
+        hf_config = load_config(path, fsdp.attention, trust_remote_code)
+        backbone = empty_model(AutoModel, hf_config, trust_remote_code)
+        network = ValueNetwork(backbone, hf_config.hidden_size)
         checkpoint = Checkpoint(path)
-        read = bind(checkpoint, network, initial=_new_head(checkpoint, self.hf_config, seed), ignore=[r"^lm_head\."])
+        initial = _new_head(checkpoint, hf_config, seed)
+        adapted = lora is not None and lora.rank > 0
+        if lora is not None and adapted:
+            initial |= add_adapters(network, lora, seed, "critic")
+            network.score.requires_grad_(True)  # a head is always trained, it may be new
+        read = bind(checkpoint, network, initial=initial, ignore=[r"^lm_head\."], rename=base_name)
         shard(network, mesh, fsdp, full_determinism, fp32_modules=(network.score,))
         materialise(network, device, read)
-        super().__init__(network, device, optim, total_steps)
+        super().__init__(network, hf_config, device, optim, total_steps, lora if adapted else None)
 
     def forward(self, leaf: TokenBatch, loss: Loss | None) -> ValueOutputs:
         """Outputs for training and scoring."""

@@ -76,7 +76,9 @@ def batch(count: int, width: int, seed: int = 7) -> TokenBatch:
     def noise(scale: float) -> Tensor:
         return torch.randn(count, width, generator=generator) * scale * mask
 
-    return TokenBatch(ids, lengths, mask, old_logprobs=noise(0.3) - 4.6 * mask, advantages=noise(1.0), returns=noise(1.0))
+    return TokenBatch(
+        ids, lengths, mask, old_logprobs=noise(0.3) - 4.6 * mask, advantages=noise(1.0), returns=noise(1.0)
+    )
 
 
 def leaves_of(tokens: TokenBatch, size: int) -> list[TokenBatch]:
@@ -97,7 +99,9 @@ class RatioLoss:
     needs_entropy_gradient: bool = True
     needs_full_kl: bool = False
 
-    def __call__(self, outputs: PolicyOutputs, leaf: TokenBatch, totals: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, outputs: PolicyOutputs, leaf: TokenBatch, totals: LossTotals
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         ratio = torch.where(leaf.mask, (outputs.logprobs - leaf.old_logprobs).exp(), 0.0)
         loss = -(ratio * leaf.advantages).double().sum() / totals.tokens
         metrics = {"ratio": ratio.detach().double().sum() / totals.tokens}

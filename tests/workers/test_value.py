@@ -124,7 +124,7 @@ def export(path: str, critic_path: str, folder: str) -> dict | None:
     assert facts["num_ranks"] == ranks
     assert facts["parameters"]["actor"] > 0
     assert worker.ref is None
-    with pytest.raises(ValueError, match="no 'ref'"):
+    with pytest.raises(ValueError, match="trains no 'ref'"):
         worker.export_hf(f"{folder}/ref", role="ref")
     whole = dict(full_weights(worker.critic.network))
     return whole if rank == 0 else None
@@ -136,7 +136,9 @@ def test_exports_load_with_transformers(causal, classifier, tmp_path):
     trained = on_ranks(2, tmp_path, export, causal, classifier, str(tmp_path))[0]
     exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
     assert exported.config.num_labels == 1
-    assert {name: value.shape for name, value in exported.named_parameters()} == {n: v.shape for n, v in trained.items()}
+    assert {name: value.shape for name, value in exported.named_parameters()} == {
+        n: v.shape for n, v in trained.items()
+    }
     assert all(torch.equal(value, trained[name]) for name, value in exported.named_parameters())
     actor = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
     before = AutoModelForCausalLM.from_pretrained(causal)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.workers._models import RatioLoss, SquaredLoss, batch, leaves_of, mini_batch, save_checkpoint, trainer_config
-from tests.workers._ranks import on_ranks
 
 from configs.schema import Config, FsdpConfig
+from tests.workers._models import RatioLoss, SquaredLoss, batch, leaves_of, mini_batch, save_checkpoint, trainer_config
+from tests.workers._ranks import on_ranks
 from workers import optim
 from workers.trainer_worker import TrainerWorker
 
