@@ -84,8 +84,11 @@ class RewardManager:
         if config.functions and self._is_main:
             self._pool = FunctionPool(config.functions, config.function_workers, log_dir=log_dir)
 
-    def score(self, episodes: Sequence[Episode]) -> tuple[list[Score], dict[str, float]]:
+    def score(self, episodes: Sequence[Episode], *, all_may_drop: bool = False) -> tuple[list[Score], dict[str, float]]:
         """Scores for training, in the episodes' order, and their metrics (`reward_metrics`).
+
+        Args:
+            all_may_drop: these are not all of the step's episodes, so it is no error when every one is dropped.
 
         Raises:
             RewardError: a source failed and `reward.on_error` is `fail`; every sample was dropped; the audit found a function that
@@ -96,7 +99,7 @@ class RewardManager:
         results = self._score_sources(episodes)
         audited = self._audit(episodes)
         scores = self._combine(episodes, results)
-        if episodes and all(score.dropped for score in scores):
+        if episodes and not all_may_drop and all(score.dropped for score in scores):
             raise RewardError(f"every sample was dropped, so nothing is left to train on. {_first(_failures(results))}")
         metrics = reward_metrics([source.name for source in self.sources], episodes, scores, results)
         if self.config.audit_rows:

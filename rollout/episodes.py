@@ -25,6 +25,7 @@ def requests_for(
     split: str,
     step: int,
     shared_seed: int | None = None,
+    first_index: int = 0,
 ) -> list[GenerationRequest]:
     """One request a sample, in canonical order, each with a seed of its own.
 
@@ -33,6 +34,7 @@ def requests_for(
         split: `train`, `validation` or `validation_sampled`; part of the seed.
         step: the PPO step; part of the seed.
         shared_seed: an explicit seed wins over the derived one and still consumes its request index.
+        first_index: request index of the first request, where a step generates in several rounds.
 
     Returns:
         len(prompts) * n requests. Nothing about replicas or chunks enters the seeds.
@@ -40,7 +42,7 @@ def requests_for(
     requests: list[GenerationRequest] = []
     for task, prompt in enumerate(prompts):
         for sample in range(n):
-            index = len(requests)
+            index = first_index + len(requests)
             derived = request_seed(
                 run_seed=run_seed,
                 split=split,
@@ -111,6 +113,7 @@ class Rollout:
         split: str,
         step: int,
         shared_seed: int | None = None,
+        first_index: int = 0,
     ) -> list[Episode]:
         """Sample `n` responses to each prompt; blocks until the exact set of requests is back.
 
@@ -118,7 +121,14 @@ class Rollout:
             len(prompts) * n episodes in canonical order, whatever replica served them and whenever they finished.
         """
         requests = requests_for(
-            prompts, sampling, n=n, run_seed=self.run_seed, split=split, step=step, shared_seed=shared_seed
+            prompts,
+            sampling,
+            n=n,
+            run_seed=self.run_seed,
+            split=split,
+            step=step,
+            shared_seed=shared_seed,
+            first_index=first_index,
         )
         per_replica = self.group.run("generate", assign(requests, self.group.size))
         return episodes_from(prompts, requests, gather(requests, per_replica), self.decode)

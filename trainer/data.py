@@ -204,11 +204,15 @@ class PromptSampler:
 
     def next_batch(self) -> list[Prompt]:
         """The next step's prompts, `prompts_per_step` of them, no two of one id."""
-        slots = _next_slots(self._weights, self._drawn, self._batch)
-        counts = [slots.count(index) for index in range(len(self._sources))]
-        taken = [iter(cursor.take(count)) for cursor, count in zip(self._cursors, counts, strict=True)]
-        self._drawn = [drawn + count for drawn, count in zip(self._drawn, counts, strict=True)]
         self._step += 1
+        return self.more(self._batch)
+
+    def more(self, count: int) -> list[Prompt]:
+        """The next `count` prompts, no two of one id; for a step that needs more than a batch. Moves the position, not the step."""
+        slots = _next_slots(self._weights, self._drawn, count)
+        counts = [slots.count(index) for index in range(len(self._sources))]
+        taken = [iter(cursor.take(number)) for cursor, number in zip(self._cursors, counts, strict=True)]
+        self._drawn = [drawn + new for drawn, new in zip(self._drawn, counts, strict=True)]
         return [next(taken[index]) for index in slots]
 
     def state_dict(self) -> dict[str, Any]:

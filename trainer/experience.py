@@ -8,7 +8,7 @@ same leaves, so the first ratio is exactly 1; epochs shuffle leaves, not rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -66,6 +66,23 @@ class Experience:
     def with_tokens(self, **tensors: Tensor) -> Experience:
         """A copy with per-token tensors ([N, T]) set."""
         return replace(self, tokens=self.tokens.with_(**tensors))
+
+    def without(self, rows: Tensor) -> Experience:
+        """A copy in which the given rows ([N] bool) are dropped too: no score, no trained token, no part in any statistic."""
+        keep = self.keep & ~rows
+        return replace(
+            self,
+            keep=keep,
+            scores=torch.where(keep, self.scores, 0.0),
+            tokens=self.tokens.with_(mask=self.tokens.mask & keep[:, None]),
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of everything that is a tensor, by name: the fields of `tokens` ([N] and [N, T]) that are set, and those per row ([N])."""
+        found = {field.name: getattr(self.tokens, field.name) for field in fields(self.tokens)}
+        found |= {name: getattr(self, name) for name in ("scores", "keep", "group", "truncated")}
+        # Copies: two fields may share memory, which safetensors refuses.
+        return {name: t.clone(memory_format=torch.contiguous_format) for name, t in found.items() if t is not None}
 
     def __len__(self) -> int:
         return len(self.episodes)

@@ -26,6 +26,7 @@ from rollout.types import Episode, Prompt, Score
 from trainer.advantages import AdvantageInputs, compute_advantages, estimator
 from trainer.checkpoint import CheckpointStore, write_checkpoint
 from trainer.data import PromptSampler
+from trainer.dynamic_sampling import ScoredBatch, fill_with_varied_groups
 from trainer.experience import Experience, LeafPlan
 from trainer.kl import KlController, kl_estimate, penalised_rewards, sequence_kl
 from trainer.losses import policy_loss_from_config, value_loss_from_config
@@ -76,7 +77,7 @@ class PPO:
         self.parts = parts
         self.total_steps = total_steps
         self.done = 0
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row: dict[str, int] = {}
         self.best_validation = -math.inf
         self.sampling = sampling_from_config(config.rollout.sampling, parts.eos_ids)
         self.estimator = estimator(config.algorithm.advantage.name)
@@ -113,6 +114,11 @@ class PPO:
             prompts, episodes = self.next_episodes(step)
         with self.timing("reward"):
             scores, reward_metrics = self.parts.reward.score(episodes)
+        prompts, episodes, scores, reward_metrics = fill_with_varied_groups(
+            ScoredBatch(prompts, episodes, scores, reward_metrics),
+            self.config.algorithm.dynamic_sampling,
+            lambda count, requests: self.further_groups(step, count, requests),
+        )
         experience = Experience.from_episodes(episodes, scores, self.parts.pad_id)
         self.record_experience(step, experience, scores)
         experience, entropy = self.add_logprobs(experience, step)
@@ -139,12 +145,27 @@ class PPO:
         prompts = self.parts.sampler.next_batch()
         return prompts, self.generate(prompts, step)
 
-    def generate(self, prompts: Sequence[Prompt], step: int) -> list[Episode]:
-        """Sample the training episodes of `prompts`."""
+    def generate(self, prompts: Sequence[Prompt], step: int, first_index: int = 0) -> list[Episode]:
+        """Sample the training episodes of `prompts`; `first_index` counts the requests made in this step before."""
         sampling = self.config.rollout.sampling
         return self.parts.rollout.generate(
-            prompts, self.sampling, n=sampling.n, split="train", step=step, shared_seed=sampling.seed
+            prompts,
+            self.sampling,
+            n=sampling.n,
+            split="train",
+            step=step,
+            shared_seed=sampling.seed,
+            first_index=first_index,
         )
+
+    def further_groups(self, step: int, count: int, requests: int) -> ScoredBatch:
+        """`count` prompts more than the step's batch, sampled and scored (`trainer/dynamic_sampling.py`)."""
+        with self.timing("gen"):
+            prompts = self.parts.sampler.more(count)
+            episodes = self.generate(prompts, step, requests)
+        with self.timing("reward"):
+            scores, metrics = self.parts.reward.score(episodes, all_may_drop=True)
+        return ScoredBatch(prompts, episodes, scores, metrics)
 
     def sync_weights(self, step: int) -> None:
         """Give the engines the actor's weights after `step` training steps."""
@@ -187,7 +208,10 @@ class PPO:
         )
 
     def greedy_scores(self, prompts: Sequence[Prompt], step: int) -> Tensor | None:
-        """[number of prompts] score of each prompt's greedy response, for estimators that compare with it (ReMax)."""
+        """[number of prompts] score of each prompt's greedy response, for estimators that compare with it (ReMax).
+
+        Penalties for length are those of the samples. NaN where the greedy response's reward failed and was dropped.
+        """
         if not self.estimator.needs_greedy:
             return None
         with self.timing("gen_greedy"):
@@ -195,15 +219,24 @@ class PPO:
             episodes = self.parts.rollout.generate(prompts, sampling, n=1, split="greedy", step=step)
             scores = self.parts.reward.evaluate(episodes)
             self.parts.ledger.add("rewards/greedy", [score.total for score in scores])
-        return torch.tensor([0.0 if score.dropped else score.total for score in scores], dtype=torch.float32)
+        return shape_scores(
+            torch.tensor([math.nan if score.dropped else score.total for score in scores], dtype=torch.float32),
+            torch.tensor([sum(episode.response_mask) for episode in episodes]),
+            torch.tensor([episode.truncated for episode in episodes]),
+            self.config.algorithm,
+            sampling.max_new_tokens,
+        )
 
     def add_advantages(
         self, experience: Experience, bootstrap: Tensor | None, greedy: Tensor | None
     ) -> tuple[Experience, dict[str, float]]:
         """Token rewards (score at the end, KL penalty along the way), then advantages and returns; and the batch's metrics."""
         algorithm, cap = self.config.algorithm, self.config.rollout.sampling.max_new_tokens
-        tokens, ledger = experience.tokens, self.parts.ledger
         metrics: dict[str, float] = {}
+        if greedy is not None:
+            metrics["reward/greedy_dropped"] = float(greedy.isnan().sum())
+            experience = experience.without(greedy.isnan()[experience.group])
+        tokens, ledger = experience.tokens, self.parts.ledger
         scores = shape_scores(experience.scores, tokens.mask.sum(dim=1), experience.truncated, algorithm, cap)
         kl, coef = None, 0.0
         if tokens.ref_logprobs is not None and tokens.old_logprobs is not None:
@@ -217,13 +250,11 @@ class PPO:
             self.parts.kl.update(per_sequence, count)
         rewards = penalised_rewards(scores, kl, tokens.mask, coef)
         per_row = greedy[experience.group] if greedy is not None else None
+        # From here on only what is trained on counts, in whitening too; a masked response stays in its group with its score.
+        experience = experience.with_tokens(mask=trained_mask(tokens.mask, experience.truncated, algorithm))
         inputs = AdvantageInputs.of(experience, rewards, scores, greedy_scores=per_row, bootstrap=bootstrap)
         outputs = compute_advantages(inputs, algorithm.advantage)
-        experience = experience.with_tokens(
-            advantages=outputs.advantages,
-            returns=outputs.returns,
-            mask=trained_mask(tokens.mask, experience.truncated, algorithm),
-        )
+        experience = experience.with_tokens(advantages=outputs.advantages, returns=outputs.returns)
         ledger.add("token_rewards", rewards)
         ledger.add("advantages", outputs.advantages)
         ledger.add("returns", outputs.returns)
@@ -244,13 +275,8 @@ class PPO:
         for i, result in enumerate(results):
             self.parts.ledger.add(f"{role}_update/{i}/loss", [result.loss])
             self.parts.ledger.add(f"{role}_update/{i}/grad_norm", [result.grad_norm])
-        self.count_skipped(role, step, results)
-        return {
-            **mean_metrics([result.metrics for result in results]),
-            f"{role}/grad_norm": sum(result.grad_norm for result in results) / len(results),
-            f"{role}/lr": results[-1].lr,
-            f"{role}/skipped_updates": float(sum(result.skipped for result in results)),
-        }
+        self.count_skipped(role, step, results, experience)
+        return update_metrics(role, results)
 
     def plan(self, role: str, experience: Experience, step: int) -> LeafPlan:
         """How the step's rows are cut into the leaves of a role; all roles share one row order."""
@@ -261,24 +287,26 @@ class PPO:
         """Coefficient of the KL term in the policy loss."""
         return self.parts.kl.coef if self.config.algorithm.kl.placement == "loss" else 0.0
 
-    def count_skipped(self, role: str, step: int, results: Sequence[MiniBatchResult]) -> None:
-        """Stop a run whose updates keep being skipped.
+    def count_skipped(self, role: str, step: int, results: Sequence[MiniBatchResult], experience: Experience) -> None:
+        """Stop a run whose updates keep being skipped; the batch is saved first, whatever else is recorded.
 
         Raises:
-            NonFiniteError: `trainer.max_nonfinite_updates` updates in a row were not finite.
+            NonFiniteError: `trainer.max_nonfinite_updates` updates of this role in a row were not finite.
         """
         limit = self.config.trainer.max_nonfinite_updates
         for result in results:
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+            in_a_row = self.skipped_in_a_row.get(role, 0) + 1 if result.skipped else 0
+            self.skipped_in_a_row[role] = in_a_row
             if result.skipped:
                 logger.warning(
                     "step %d: %s update skipped (loss %s, gradient norm %s)", step, role, result.loss, result.grad_norm
                 )
-            if self.skipped_in_a_row >= max(limit, 1):
+            if in_a_row >= limit:
+                saved = self.parts.record.nonfinite_batch(step, experience)
                 raise NonFiniteError(
-                    f"step {step}: {self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite "
-                    f"(last: {role}, loss {result.loss}, gradient norm {result.grad_norm}). The step's episodes are in "
-                    f"episodes/step_{step:06d}.jsonl; lower {role}.optim.lr or raise trainer.max_nonfinite_updates."
+                    f"step {step}: {in_a_row} updates of the {role} in a row had a loss or gradient that is not finite "
+                    f"(the last: loss {result.loss}, gradient norm {result.grad_norm}). The batch is in {saved}; "
+                    f"lower {role}.optim.lr or raise trainer.max_nonfinite_updates."
                 )
 
     def validate(self, step: int, metrics: dict[str, float]) -> None:
@@ -327,7 +355,7 @@ class PPO:
             "sampler": self.parts.sampler.state_dict(),
             "kl": self.parts.kl.state_dict(),
             "reward": self.parts.reward.state_dict(),
-            "skipped_in_a_row": self.skipped_in_a_row,
+            "skipped_in_a_row": dict(self.skipped_in_a_row),
             "best_validation": self.best_validation,
             "tracker_run_id": self.parts.record.tracker_run_id,
         }
@@ -338,8 +366,21 @@ class PPO:
         self.parts.sampler.load_state_dict(state["sampler"])
         self.parts.kl.load_state_dict(state["kl"])
         self.parts.reward.load_state_dict(state["reward"])
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.skipped_in_a_row = dict(state["skipped_in_a_row"])
         self.best_validation = state["best_validation"]
+
+
+def update_metrics(role: str, results: Sequence[MiniBatchResult]) -> dict[str, float]:
+    """A step's updates of one role: means over those that were made, and the number of those that were skipped.
+
+    Skipped ones have no finite numbers; when all were skipped, the loss's metrics and the gradient norm are absent.
+    """
+    made = [result for result in results if not result.skipped]
+    metrics = mean_metrics([result.metrics for result in made])
+    if made:
+        metrics[f"{role}/grad_norm"] = sum(result.grad_norm for result in made) / len(made)
+    skipped = float(len(results) - len(made))
+    return {**metrics, f"{role}/lr": results[-1].lr, f"{role}/skipped_updates": skipped}
 
 
 def _reward_estimator(name: str) -> str:

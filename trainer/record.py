@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.types import Episode, Score
@@ -11,6 +12,7 @@ from trainer.run_dir import RunDirectory, write_atomically
 from trainer.tracking import Tracker
 
 if TYPE_CHECKING:
+    from trainer.experience import Experience
     from trainer.validation import ValidationResult
 
 
@@ -53,6 +55,20 @@ class Record:
         shown = list(zip(result.episodes, result.scores, strict=True))[: self.log_samples]
         rows = [[step, e.prompt.text, e.text, str(e.prompt.answer), s.total] for e, s in shown]
         self.tracker.table(step, "val/samples", ["step", "prompt", "response", "answer", "score"], rows)
+
+    def nonfinite_batch(self, step: int, experience: Experience) -> Path:
+        """`nonfinite_step_000012.safetensors`: every tensor of the step on which updates were not finite; returns its path.
+
+        The file's metadata holds `rows`, JSON of [prompt_id, task, sample] for dim 0 of the tensors. Written also when episodes
+        are not (`tracking.save_episodes`).
+        """
+        path = self.run.path / f"nonfinite_step_{step:06d}.safetensors"
+        if self.tracker:
+            from safetensors.torch import save
+
+            rows = json.dumps([[e.prompt.id, e.key.task, e.key.sample] for e in experience.episodes])
+            write_atomically(path, save(experience.tensors(), {"step": str(step), "rows": rows}))
+        return path
 
     def _write(self, name: str, episodes: Sequence[Episode], scores: Sequence[Score]) -> None:
         lines = [json.dumps(episode_record(e, s), ensure_ascii=False) for e, s in zip(episodes, scores, strict=True)]

@@ -88,11 +88,11 @@ def cut_jsonl(path: Path, step: int) -> None:
     write_atomically(path, "".join(kept))
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader or a kill sees the old content or the new, never a part."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader or a kill sees the old content or the new, never a part. Text is written as UTF-8."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(temporary, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
