@@ -1,0 +1,211 @@
+"""Where the time of a PPO step goes, on this machine: phases, share spent in the engines, rollout throughput, starts, memory.
+
+    python benchmarks/step.py [--steps 6] [--out benchmarks/results/step.json] [overrides ...]
+
+Runs the tiny default (64 prompts x 4 samples) under full determinism in a process of its own, then serves exactly the requests of its last
+step with vLLM directly in one process. Every figure is a ratio or a time from this one run; nothing here is a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import psutil
+
+# Work inside engines and models; the rest of a phase is transfer, waiting and bookkeeping.
+INSIDE = ("generate", "score", "actor.logprobs", "ref.logprobs", "critic.values", "critic.update", "actor.update")
+
+DIRECT = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+request = json.load(open(sys.argv[1]))
+llm = LLM(request["model"], dtype="float32", max_model_len=request["context"], enforce_eager=True, max_num_seqs=64,
+          kv_cache_memory_bytes=64 << 20, skip_tokenizer_init=True, disable_log_stats=True)
+def serve():
+    prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
+    params = [SamplingParams(temperature=1.0, max_tokens=request["max_new_tokens"], seed=seed % 2**31, logprobs=0,
+              stop_token_ids=request["stop"], detokenize=False) for seed in request["seeds"]]
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return sum(len(o.outputs[0].token_ids) for o in outputs), time.perf_counter() - start
+serve()
+best = max((tokens / seconds for tokens, seconds in (serve() for _ in range(3))))
+print("RESULT", best)
+"""
+
+
+class PeakMemory:
+    """Samples the proportional memory (PSS) of a process tree."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.peak = 0
+        self.running = True
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+
+    def _watch(self) -> None:
+        while self.running:
+            total = 0
+            try:
+                root = psutil.Process(self.pid)
+                for process in [root, *root.children(recursive=True)]:
+                    try:
+                        total += process.memory_full_info().pss
+                    except psutil.Error:
+                        continue
+            except psutil.Error:
+                break
+            self.peak = max(self.peak, total)
+            time.sleep(0.5)
+
+    def stop(self) -> float:
+        """GiB at the highest moment."""
+        self.running = False
+        self.thread.join()
+        return self.peak / 2**30
+
+
+def train(run: Path, steps: int, overrides: Sequence[str]) -> float:
+    """Run the tiny default; peak memory of all its processes in GiB."""
+    command = [
+        *(
+            sys.executable,
+            "-m",
+            "trainer.main_ppo",
+            "experiment=tiny_ppo",
+            "full_determinism=true",
+            "tracking=disabled",
+        ),
+        *(
+            f"run.dir={run}",
+            f"trainer.total_steps={steps}",
+            "trainer.validate_every=0",
+            "trainer.validate_at_start=false",
+        ),
+        *("trainer.checkpoint_every=0", "trainer.checkpoint_at_end=false", *overrides),
+    ]
+    process = subprocess.Popen(command)
+    memory = PeakMemory(process.pid)
+    if process.wait() != 0:
+        raise SystemExit(f"the run failed with exit code {process.returncode}")
+    return memory.stop()
+
+
+def direct_throughput(run: Path, steps: int) -> float:
+    """Tokens per second of stock vLLM in one process, given the requests of the last step."""
+    from configs.compose import from_yaml
+
+    config = from_yaml(run / "config.yaml")
+    rows = [json.loads(line) for line in (run / "episodes" / f"step_{steps:06d}.jsonl").read_text().splitlines()]
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    request = {
+        "model": config.model.path,
+        "context": config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens,
+        "prompts": [tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows],
+        "seeds": [row["seed"] for row in rows],
+        "max_new_tokens": config.rollout.sampling.max_new_tokens,
+        "stop": [tokenizer.eos_token_id],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "request.json"
+        file.write_text(json.dumps(request))
+        from determinism.environment import process_env
+
+        # The seeded generator on CPU is the one patch that direct use needs too: stock vLLM can't seed requests there.
+        env = {**os.environ, **process_env(False, config.determinism.threads, "cpu")}
+        done = subprocess.run(
+            [sys.executable, "-c", DIRECT, str(file)], env=env, capture_output=True, text=True, check=False
+        )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    if not lines:
+        raise SystemExit(f"vLLM alone failed:\n{done.stderr[-3000:]}")
+    return float(lines[0].split()[1])
+
+
+def summarise(run: Path, steps: int, memory: float) -> dict[str, Any]:
+    """Means over the steps after the first, which warms caches."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"timing_s/step"' in line][
+        1:
+    ]
+    step = mean(row["timing_s/step"] for row in rows)
+    inside = {name: mean(row.get(f"timing_s/busy/{name}", 0.0) for row in rows) for name in INSIDE}
+    phases = sorted({key for row in rows for key in row if key.startswith("timing_s/") and "/busy/" not in key})
+    generated = [json.loads(line) for line in (run / "episodes" / f"step_{steps:06d}.jsonl").read_text().splitlines()]
+    tokens = sum(len(row["response_ids"]) for row in generated)
+    rollout = tokens / rows[-1]["timing_s/gen"]
+    direct = direct_throughput(run, steps)
+    manifest = json.loads((run / "manifest.json").read_text())
+    starts = manifest.get("informative", {}).get("start_s", {})
+    return {
+        "step_s": step,
+        "phases_s": {name.removeprefix("timing_s/"): mean(row.get(name, 0.0) for row in rows) for name in phases},
+        "inside_s": inside,
+        "inside_share": sum(inside.values()) / step,
+        "rollout_tokens_per_s": rollout,
+        "direct_tokens_per_s": direct,
+        "rollout_share_of_direct": rollout / direct,
+        "engine_start_s": starts,
+        "peak_memory_gib": memory,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """A table for people."""
+    print(f"\n{'phase':20} {'s':>8} {'share':>7}")
+    for name, seconds in sorted(result["phases_s"].items(), key=lambda item: -item[1]):
+        print(f"{name:20} {seconds:8.3f} {seconds / result['step_s']:7.1%}")
+    print(f"\n{'inside':20} {'s':>8}")
+    for name, seconds in result["inside_s"].items():
+        print(f"{name:20} {seconds:8.3f}")
+    goals = [
+        ("share of a step inside engines and models", f"{result['inside_share']:.1%}", "at least 70%"),
+        ("rollout tokens/s", f"{result['rollout_tokens_per_s']:.0f}", ""),
+        ("vLLM alone, one process, tokens/s", f"{result['direct_tokens_per_s']:.0f}", ""),
+        ("rollout / vLLM alone", f"{result['rollout_share_of_direct']:.1%}", "at least 80%"),
+        *(
+            (f"start of {name}, s", f"{seconds:.1f}", "at most 10")
+            for name, seconds in result["engine_start_s"].items()
+        ),
+        ("peak memory, GiB", f"{result['peak_memory_gib']:.2f}", "under 8"),
+    ]
+    print()
+    for name, value, goal in goals:
+        print(f"{name:44} {value:>8}   {goal}")
+
+
+def main() -> int:
+    """Measure, print, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="overrides of the tiny default")
+    parser.add_argument("--steps", type=int, default=6, help="PPO steps (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/step.json"), help="JSON file (default: %(default)s)"
+    )
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        memory = train(run, args.steps, args.overrides)
+        result = summarise(run, args.steps, memory)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    show(result)
+    print(f"\nwrote {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
