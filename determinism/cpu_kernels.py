@@ -176,6 +176,27 @@ def remend_lm_head(model: torch.nn.Module) -> int:
     return len(heads)
 
 
+def check_model(model_config: Any) -> None:
+    """Refuse models whose matrix products do not go through the layers that are replaced here.
+
+    Args:
+        model_config: vLLM's `ModelConfig`.
+
+    Raises:
+        BatchInvarianceError: quantized weights or multi-head latent attention.
+    """
+    reason = None
+    if model_config.quantization is not None:
+        reason = f"its weights are quantized ({model_config.quantization})"
+    elif model_config.use_mla:
+        reason = "it has multi-head latent attention"
+    if reason:
+        raise BatchInvarianceError(
+            f"{model_config.model}: {reason}, for which there are no batch-invariant CPU kernels, so level D3 cannot be kept. Set "
+            "full_determinism=false, or use another checkpoint"
+        )
+
+
 def padded_linear(matmul: MatMul) -> Linear:
     """`pad1`: no call has one row. A single row is doubled, and more than `MAX_ROWS` are cut into calls of at most that."""
 
@@ -253,12 +274,10 @@ def _check_version(found: str, full_determinism: bool) -> None:
 
 
 def _check_split_kv() -> None:
-    from vllm import envs
-
-    if envs.VLLM_CPU_ATTN_SPLIT_KV:
+    if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV") != "0":
         raise BatchInvarianceError(
-            "VLLM_CPU_ATTN_SPLIT_KV is on: attention splits a sequence over threads by the load of the batch, which breaks level "
-            "D3. Set VLLM_CPU_ATTN_SPLIT_KV=0 before the process starts (determinism.environment.process_env does)"
+            "VLLM_CPU_ATTN_SPLIT_KV is on (vLLM's default): attention splits a sequence over threads by the load of the batch, which "
+            "breaks level D3. Set VLLM_CPU_ATTN_SPLIT_KV=0 before the process starts (determinism.environment.process_env does)"
         )
 
 

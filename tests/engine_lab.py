@@ -5,7 +5,6 @@ Models are random: wide enough (576) that stock vLLM's bits depend on the batch,
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -112,25 +111,6 @@ class EngineLab:
         from determinism.cpu_kernels import install
 
         return install(**settings).facts()
-
-    def plugin(self) -> dict[str, Any] | None:
-        """Call the plugin as vLLM would; what is installed afterwards."""
-        from determinism.cpu_kernels import installed, vllm_plugin
-
-        vllm_plugin()
-        kernels = installed()
-        return None if kernels is None else kernels.facts()
-
-    def split_kv_check(self, value: str) -> None:
-        """The check of the environment with another value of the variable."""
-        from determinism.cpu_kernels import _check_split_kv
-
-        before = os.environ["VLLM_CPU_ATTN_SPLIT_KV"]
-        os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = value
-        try:
-            _check_split_kv()
-        finally:
-            os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = before
 
     def _rollout(self, model: str, options: dict[str, Any]) -> Any:
         from configs.schema import RolloutConfig

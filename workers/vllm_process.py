@@ -49,7 +49,7 @@ OWNED = {
 }
 """vLLM's argument -> the setting (or the fact) that decides it."""
 
-_DEFAULTS = {"block_size"}
+_DEFAULTS = {"block_size", "use_tqdm_on_load"}
 """What `common_arguments` sets only because vLLM's own default is worse here."""
 
 _BREAKS_BATCH_INVARIANCE = {
@@ -100,6 +100,7 @@ def common_arguments(
         "seed": 0,
         "generation_config": "vllm",
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
     if device == "cpu":
         arguments |= {
@@ -150,7 +151,10 @@ def start_engine(
             cpu_kernels.install(linear=cpu_linear, full_determinism=full_determinism)
         # vLLM collects garbage five times while it starts; what was imported so far need not be walked each time.
         gc.freeze()
-        return engine_class.from_engine_args(args_class(**{**arguments, **extra}))
+        engine = engine_class.from_engine_args(args_class(**{**arguments, **extra}))
+    if device == "cpu" and full_determinism:
+        cpu_kernels.check_model(engine.vllm_config.model_config)
+    return engine
 
 
 def run_requests(engine: Any, requests: Iterable[tuple[list[int], Any, int]]) -> list[Any]:

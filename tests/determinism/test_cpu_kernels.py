@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from determinism.cpu_kernels import (
     MAX_ROWS,
     BatchInvarianceError,
     CounterGenerator,
+    _check_split_kv,
     _check_version,
     _token_by_token,
     blocked_linear,
+    check_model,
     install,
     is_row_invariant,
     padded_linear,
@@ -128,10 +131,24 @@ def test_kernels_are_installed_once_and_not_with_other_settings(lab):
         lab.install(linear="block16", full_determinism=True)
 
 
-def test_split_attention_is_refused(lab):
-    lab.split_kv_check(value="0")
-    with pytest.raises(WorkerError, match="VLLM_CPU_ATTN_SPLIT_KV"):
-        lab.split_kv_check(value="1")
+@pytest.mark.parametrize("value", [None, "1"])
+def test_split_attention_is_refused(monkeypatch, value):
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")
+    _check_split_kv()
+    monkeypatch.delenv("VLLM_CPU_ATTN_SPLIT_KV")
+    if value is not None:
+        monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", value)
+    with pytest.raises(BatchInvarianceError, match="VLLM_CPU_ATTN_SPLIT_KV"):
+        _check_split_kv()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "use_mla", "reason"), [("awq", False, "awq"), (None, True, "latent attention")]
+)
+def test_models_beyond_the_replaced_layers_are_refused(quantization, use_mla, reason):
+    check_model(SimpleNamespace(model="path", quantization=None, use_mla=False))
+    with pytest.raises(BatchInvarianceError, match=reason):
+        check_model(SimpleNamespace(model="path", quantization=quantization, use_mla=use_mla))
 
 
 def test_another_vllm_is_refused_by_name():

@@ -174,7 +174,7 @@ def test_there_is_exactly_one_bos():
 
 def test_an_overlong_conversation_names_its_sample_and_lengths():
     RewardInput(SampleKey(3, 1), (1,) * 10).check(10)
-    with pytest.raises(RewardInputTooLongError, match="task 3, sample 1, turn 0.*11 tokens.*is 10") as caught:
+    with pytest.raises(RewardInputTooLongError, match=r"task 3, sample 1, turn 0.*11 tokens.*is 10") as caught:
         RewardInput(SampleKey(3, 1), (1,) * 11).check(10)
     assert (caught.value.key, caught.value.length, caught.value.limit) == (SampleKey(3, 1), 11, 10)
     with pytest.raises(ValueError, match="both empty"):
