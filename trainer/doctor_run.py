@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 GAP_SEQUENCES = 16
 """At least so many sequences for the gap between engine and trainer."""
+GAP_TOKENS = 64
+"""At most so many new tokens of each."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine(ppo: PPO) -> list[Finding]:
-    """Batch invariance, weights that are loaded again, and the gap between engine and trainer. Collective under torchrun."""
-    findings = [_timed(lambda: rollout_batches(ppo))]
+    """Weights that are loaded again, batch invariance, and the gap between engine and trainer. Collective under torchrun."""
+    # First, while the engines still have the weights that they read themselves.
+    findings = [_timed(lambda: weights_round_trip(ppo)), _timed(lambda: rollout_batches(ppo))]
     if ppo.config.reward.model.path is not None:
         findings.append(_timed(lambda: reward_batches(ppo)))
-    findings.append(_timed(lambda: weights_round_trip(ppo)))
     findings.append(_timed(lambda: train_infer_gap(ppo)))
     return findings
 
@@ -114,23 +116,34 @@ def weights_round_trip(ppo: PPO) -> Finding:
 
 def train_infer_gap(ppo: PPO) -> Finding:
     """Log-probabilities of sampled tokens: the engine's against the trainer's, before any update."""
-    from rollout.types import Score
+    from rollout.types import Sampling, Score
     from trainer.engine_check import DOMAIN
     from trainer.experience import Experience
 
     config = ppo.config
     what = "log-probability of sampled tokens, engine against trainer"
     sampling = ppo.sampling
-    if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0 or sampling.repetition_penalty != 1:
-        return Finding("D7", what, UNCHECKED, 0.0, "rollout.sampling cuts the distribution, and the trainer's is whole")
+    plain = Sampling(sampling.max_new_tokens, sampling.temperature)
+    if replace(sampling, stop=(), stop_token_ids=(), ignore_eos=False) != plain:
+        return Finding(
+            "D7",
+            what,
+            UNCHECKED,
+            0.0,
+            "rollout.sampling changes the distribution (a cut or a penalty), and the trainer's is whole",
+        )
     # Whole leaves, the same number on every rank.
     unit = config.actor.fsdp.leaf_size * config.launcher.num_ranks
     count = -(-GAP_SEQUENCES // unit) * unit
     position = ppo.parts.sampler.state_dict()
     prompts = ppo.parts.sampler.next_batch()
     ppo.parts.sampler.load_state_dict(position)
+    # No stop condition: more tokens to compare.
+    whole = replace(
+        sampling, max_new_tokens=min(sampling.max_new_tokens, GAP_TOKENS), ignore_eos=True, stop_token_ids=(), stop=()
+    )
     episodes = ppo.parts.rollout.generate(
-        [prompts[i % len(prompts)] for i in range(count)], sampling, n=1, split=DOMAIN, step=0
+        [prompts[i % len(prompts)] for i in range(count)], whole, n=1, split=DOMAIN, step=0
     )
     experience = Experience.from_episodes(episodes, [Score(0.0, {})] * count, ppo.parts.pad_id)
     plan = ppo.plan("actor", experience, 0)
