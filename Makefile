@@ -64,6 +64,9 @@ format: install ## Format the code
 test: check ## Everything that must hold: linter, types, unit tests, end-to-end tests on the real engines
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+golden: install ## Renew the golden ledger of this numerics environment (after a change that is meant to move bits)
+	@$(BIN)/python -m tests.e2e.golden
+
 docs: install ## Write docs/configuration.md from the schema
 	@$(BIN)/python -m configs.docs
 
