@@ -16,10 +16,10 @@ from types import FrameType
 from typing import Any
 
 import psutil
-from determinism.environment import process_env
 
 from configs.problems import UserError
 from configs.schema import Config, LauncherConfig
+from determinism.environment import process_env
 from workers.child import die_with_parent
 from workers.group import Launcher
 from workers.resources import check_resources, resolve_device
@@ -56,9 +56,14 @@ def choose_launcher(config: LauncherConfig, environment: Mapping[str, str] = os.
         raise LaunchError(f"launcher.name={config.name!r} is not known; take auto, ray or torchrun")
     if config.num_ranks != world_size:
         how = f"torchrun started {world_size} rank(s) (WORLD_SIZE)" if started else "this process was started alone"
+        start = f"torchrun --nproc-per-node={config.num_ranks}"
+        if started and "WORLD_SIZE" not in environment:
+            # accelerate 1.15: without --multi_gpu it starts a single process, whatever --num_processes says.
+            how = "accelerate started a single process"
+            start = f"accelerate launch --multi_gpu --num_processes={config.num_ranks}` (on CPU too, without --cpu) or `{start}"
         raise LaunchError(
-            f"launcher.num_ranks={config.num_ranks}, but {how}. Set launcher.num_ranks={world_size}, or start "
-            f"`torchrun --nproc-per-node={config.num_ranks} -m trainer.main_ppo ...`."
+            f"launcher.num_ranks={config.num_ranks}, but {how}. Set launcher.num_ranks={world_size}, or start the run with "
+            f"`{start} -m trainer.main_ppo ...`."
         )
     return "torchrun"
 

@@ -140,6 +140,10 @@ class TorchrunLauncher:
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.is_main = self.rank == 0
+        if self.world_size > 1 and os.environ.get("MASTER_PORT") == "0":
+            raise ValueError(
+                "MASTER_PORT=0: each rank would wait at a port of its own; use `torchrun --standalone`, or name a port"
+            )
         distributed.init_process_group(
             self._device, self.rank, self.world_size, self.local_rank, self._timeout_s, store
         )

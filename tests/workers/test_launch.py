@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,17 +20,44 @@ from workers.launch import LaunchError, SignalWatch, choose_launcher
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node=2", "--master-port=0"]
-ACCELERATE = [str(BIN / "accelerate"), "launch", "--cpu", "--num_processes=2", "--main_process_port=0"]
-STARTS = {"ray": [sys.executable], "torchrun": TORCHRUN, "accelerate": ACCELERATE}
+STARTS = {
+    "ray": [sys.executable],
+    "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2"],
+    # On a CPU too: `--cpu` would start a single process.
+    "accelerate": [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes=2", "--main_process_port=PORT"],
+}
 
 
-def start(launcher: str, run_dir: Path, scenario: str, ranks: int = 2, **env: str) -> subprocess.Popen[str]:
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def start():
+    """Starts; whatever is still running at the end (a failed test) is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: Any, **env: str) -> subprocess.Popen[str]:
+        started.append(start_loop(*arguments, **env))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            for below in psutil.Process(process.pid).children(recursive=True):
+                below.kill()
+            process.kill()
+
+
+def start_loop(launcher: str, run_dir: Path, scenario: str, ranks: int = 2, **env: str) -> subprocess.Popen[str]:
     """`toy_loop` under the launcher, in a session of its own; its output goes to `run_dir/output`."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    command = [part.replace("PORT", free_port()) for part in STARTS[launcher]]
     with (run_dir / "output").open("w") as output:
         return subprocess.Popen(
-            [*STARTS[launcher], "-m", "tests.workers.toy_loop", "auto", str(ranks), str(run_dir), scenario],
+            [*command, "-m", "tests.workers.toy_loop", "auto", str(ranks), str(run_dir), scenario],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
             stdout=output,
@@ -45,8 +74,16 @@ def started_pids(process: subprocess.Popen[str], run_dir: Path) -> list[psutil.P
         assert process.poll() is None, (run_dir / "output").read_text()
         assert time.monotonic() < deadline, (run_dir / "output").read_text()
         time.sleep(0.1)
-    known = [psutil.Process(pid) for pid in json.loads(path.read_text())]
+    known = [psutil.Process(pid) for pid in json.loads(path.read_text()) if psutil.pid_exists(pid)]
     return [*known, *psutil.Process(process.pid).children(recursive=True)]
+
+
+def ended(process: subprocess.Popen[str], within_s: float) -> int | None:
+    """The return code, or None when it is still running."""
+    try:
+        return process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def alive(processes: list[psutil.Process], within_s: float) -> list[psutil.Process]:
@@ -66,13 +103,13 @@ def alive(processes: list[psutil.Process], within_s: float) -> list[psutil.Proce
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen(tmp_path_factory, start):
     """What each rank saw, by launcher."""
     found = {}
     for launcher in STARTS:
         run_dir = tmp_path_factory.mktemp(launcher)
         process = start(launcher, run_dir, "agree")
-        assert process.wait(200) == 0, (run_dir / "output").read_text()
+        assert ended(process, 200) == 0, (run_dir / "output").read_text()
         found[launcher] = [json.loads(path.read_text()) for path in sorted(run_dir.glob("seen-*.json"))]
     return found
 
@@ -102,31 +139,33 @@ def test_what_they_agree_on_is_right(seen):
     ("launcher", "signum", "collective"),
     [
         ("ray", signal.SIGTERM, ""),
-        ("ray", signal.SIGINT, ""),
         ("torchrun", signal.SIGTERM, "1"),
-        ("torchrun", signal.SIGINT, ""),
+        pytest.param("ray", signal.SIGINT, "", marks=pytest.mark.slow),
+        pytest.param("torchrun", signal.SIGINT, "", marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_ends_every_process_within_seconds(tmp_path, launcher, signum, collective):
+def test_a_signal_ends_every_process_within_seconds(start, tmp_path, launcher, signum, collective):
     process = start(launcher, tmp_path, "stuck", **({"COLLECTIVE": collective} if collective else {}))
     pids = started_pids(process, tmp_path)
     began = time.monotonic()
     process.send_signal(signum)
-    assert process.wait(30) != 0
+    assert ended(process, 30) not in (0, None), (tmp_path / "output").read_text()
     assert alive(pids, 2.0) == []
     assert time.monotonic() - began < 15
 
 
-def test_a_rank_that_fails_ends_the_job_with_its_traceback(tmp_path):
+def test_a_rank_that_fails_ends_the_job_with_its_traceback(start, tmp_path):
     process = start("torchrun", tmp_path, "stuck", FAIL="1")
-    pids = started_pids(process, tmp_path)
+    while not (tmp_path / "pids.json").exists() and process.poll() is None:
+        time.sleep(0.05)
     began = time.monotonic()
-    assert process.wait(30) != 0
+    assert ended(process, 30) not in (0, None), (tmp_path / "output").read_text()
     assert time.monotonic() - began < 15
     output = (tmp_path / "output").read_text()
     assert "ValueError: the last rank fails" in output
     assert "trainer-1" in output
-    assert alive(pids, 2.0) == []
+    pids = json.loads((tmp_path / "pids.json").read_text())
+    assert alive([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 3.0) == []
 
 
 def test_an_environment_without_ranks_means_ray():
@@ -142,6 +181,7 @@ def test_an_environment_without_ranks_means_ray():
         (LauncherConfig(num_ranks=1), {"RANK": "0", "WORLD_SIZE": "2"}, "launcher.num_ranks=1, but torchrun started 2"),
         (LauncherConfig(name="torchrun", num_ranks=2), {}, "this process was started alone"),
         (LauncherConfig(name="ray", num_ranks=2), {"RANK": "0", "WORLD_SIZE": "2"}, "Ray starts its own ranks"),
+        (LauncherConfig(num_ranks=2), {"ACCELERATE_MIXED_PRECISION": "no"}, "accelerate started a single process"),
         (LauncherConfig(name="slurm"), {}, "'slurm' is not known"),
     ],
 )
@@ -155,23 +195,16 @@ import subprocess, sys, time
 from workers.launch import SignalWatch
 
 SignalWatch(deadline_s=1.0).install()
-print(subprocess.Popen(["sleep", "300"]).pid, flush=True)
 try:
+    print(subprocess.Popen(["sleep", "300"]).pid, flush=True)
     time.sleep(100)
 finally:
     {clean_up}
 """
 
 
-@pytest.mark.parametrize(
-    ("clean_up", "code"),
-    [
-        ("print('cleaned up', flush=True)", 143),
-        ("time.sleep(100)", 143),
-        ("import ctypes; ctypes.PyDLL(None).usleep(1)", 143),
-    ],
-)
-def test_a_clean_up_that_takes_too_long_is_cut_short(tmp_path, clean_up, code):
+@pytest.mark.parametrize("clean_up", ["time.sleep(0.5); print('cleaned up')", "time.sleep(100)"])
+def test_a_clean_up_runs_undisturbed_but_not_for_ever(clean_up):
     process = subprocess.Popen(
         [sys.executable, "-c", DEAF.format(clean_up=clean_up)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -179,11 +212,12 @@ def test_a_clean_up_that_takes_too_long_is_cut_short(tmp_path, clean_up, code):
     process.send_signal(signal.SIGTERM)
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)  # a second one must not break into the clean-up
-    assert process.wait(10) == code
-    if "sleep(100)" in clean_up:
-        assert alive([sleeper], 1.0) == []
-    else:
+    assert process.wait(10) == 128 + signal.SIGTERM
+    if "print" in clean_up:
+        assert process.stdout.read() == "cleaned up\n"
         sleeper.kill()
+    else:
+        assert alive([sleeper], 1.0) == []
     process.stdout.close()
 
 

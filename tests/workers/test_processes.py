@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests.workers.toy import Broken, Slow, Stubborn, Toy
 
+from tests.workers.toy import Broken, Slow, Stubborn, Toy
 from workers.group import WorkerError
 from workers.processes import ProcessGroup, import_path
 
@@ -266,4 +266,6 @@ def test_a_hundred_megabytes_there_and_back(group):
     for _ in range(100):
         group.run("pid")
     small = (time.perf_counter() - began) / 100
-    print(f"processes: 100 MB there and back {large * 1e3:.0f} ms, to two at once {shared * 1e3:.0f} ms, a call {small * 1e6:.0f} us")
+    print(
+        f"processes: 100 MB there and back {large * 1e3:.0f} ms, to two at once {shared * 1e3:.0f} ms, a call {small * 1e6:.0f} us"
+    )

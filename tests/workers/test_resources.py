@@ -73,7 +73,7 @@ def test_ranks_that_already_run_may_take_turns_on_fewer_cpus(caplog):
 def test_cuda_without_a_gpu_is_refused():
     wanted = config()
     wanted.launcher.device = "cuda"
-    with pytest.raises(ResourceError, match="launcher.device=cuda"):
+    with pytest.raises(ResourceError, match=r"launcher\.device=cuda"):
         check_resources(wanted)
 
 
