@@ -30,6 +30,7 @@ from trainer.async_ppo import AsyncPPO
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.data import PromptData, PromptSampler, data_digest
 from trainer.engine_check import EngineCheck, check_engines
+from trainer.judge import Judge
 from trainer.kl import controller
 from trainer.models import Models
 from trainer.ppo import PPO, Parts
@@ -175,27 +176,30 @@ def total_steps(config: Config, sampler: PromptSampler) -> int:
     return min(config.trainer.total_steps, sampler.total_steps(config.trainer.total_epochs))
 
 
-def assemble(
-    config: Config,
-    launcher: Launcher,
-    run: RunDirectory,
-    checkpoint: Checkpoint | None,
-    inputs: Inputs,
-    stack: ExitStack,
-) -> PPO:
-    """Start the workers and engines and hand them to the loop, restored from `checkpoint` when there is one."""
-    roles = roles_needed(config)
+@dataclass
+class Engines:
+    """What generates and scores."""
+
+    rollout: Rollout
+    reward: RewardManager
+    groups: dict[str, WorkerGroup]
+    """The engines by name."""
+    checked: EngineCheck | None
+    """The check at start; None when there was none."""
+
+
+def start_engines(config: Config, launcher: Launcher, run: RunDirectory, inputs: Inputs, stack: ExitStack) -> Engines:
+    """Start the engines and the reward functions' processes, which `stack` ends; check them under full determinism."""
     device = resolve_device(config.launcher.device)
     rollout_group, reward_group = engine_groups(config, launcher, inputs, device)
     stack.callback(rollout_group.close)
+    groups = {"rollout": rollout_group}
     if reward_group is not None:
         stack.callback(reward_group.close)
+        groups["reward"] = reward_group
     checked = None
     if config.full_determinism and config.determinism.engine_check:
         checked = check_engines(config, rollout_group, reward_group, inputs.context)
-    trainers = trainer_group(config, launcher, roles)
-    stack.callback(trainers.close)
-
     reward = RewardManager(
         config.reward,
         model_group=reward_group,
@@ -206,6 +210,28 @@ def assemble(
     )
     stack.callback(reward.close)
     rollout = Rollout(rollout_group, inputs.train.codec.decode, config.rollout.seed)
+    return Engines(rollout, reward, groups, checked)
+
+
+def validation_of(config: Config, engines: Engines, inputs: Inputs) -> Validation:
+    """The validation on the held-out prompts."""
+    judge = Judge(config.reward, config.trainer.eval_source, config.trainer.eval_threshold)
+    return Validation(engines.rollout, engines.reward, config.rollout, inputs.validation.prompts, inputs.eos_ids, judge)
+
+
+def assemble(
+    config: Config,
+    launcher: Launcher,
+    run: RunDirectory,
+    checkpoint: Checkpoint | None,
+    inputs: Inputs,
+    stack: ExitStack,
+) -> PPO:
+    """Start the workers and engines and hand them to the loop, restored from `checkpoint` when there is one."""
+    roles = roles_needed(config)
+    engines = start_engines(config, launcher, run, inputs, stack)
+    trainers = trainer_group(config, launcher, roles)
+    stack.callback(trainers.close)
     sampler = PromptSampler(inputs.train, config.data.prompts_per_step, config.data.seed, config.data.shuffle)
     state = checkpoint.state() if checkpoint else None
     steps = total_steps(config, sampler)
@@ -222,10 +248,10 @@ def assemble(
         )
     parts = Parts(
         sampler=sampler,
-        rollout=rollout,
-        reward=reward,
+        rollout=engines.rollout,
+        reward=engines.reward,
         models=Models(trainers, config.rollout.sampling.temperature, config.rollout.sampling.max_new_tokens),
-        validation=Validation(rollout, reward, config.rollout, inputs.validation.prompts, inputs.eos_ids),
+        validation=validation_of(config, engines, inputs),
         ledger=Ledger(run.path, config.ledger.record, is_main=launcher.is_main),
         record=Record(run, tracker, config.tracking.save_episodes, config.tracking.log_samples),
         store=CheckpointStore(run.checkpoints, config.trainer.keep_last, config.trainer.keep_every),
@@ -240,9 +266,8 @@ def assemble(
     if checkpoint and state:
         trainers.run("load", path=str(checkpoint.workers))
         ppo.load_state_dict(state)
-    groups = {"trainer": trainers, "rollout": rollout_group, "reward": reward_group}
-    processes = {name: group.run("facts") for name, group in groups.items() if group is not None}
-    launcher.on_main(lambda: record_manifest(config, run, inputs, processes, checked))
+    processes = {name: group.run("facts") for name, group in {"trainer": trainers, **engines.groups}.items()}
+    launcher.on_main(lambda: record_manifest(config, run, inputs, processes, engines.checked))
     return ppo
 
 

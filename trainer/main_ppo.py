@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from configs.schema import Config
@@ -42,12 +42,24 @@ def run(config: Config) -> int:
     return 0
 
 
-def start(config: Config, adjust: Callable[[PPO], None] | None = None, checkpoint: Checkpoint | None = None) -> PPO:
-    """Pin, check, start everything, train, end everything.
+class Session(NamedTuple):
+    """A pinned process with a launcher and checked inputs; no worker is started yet."""
 
-    Args:
-        adjust: changes the loop after it was restored (a replay does).
-        checkpoint: restore this one instead of looking in the run directory.
+    config: Config
+    """Recipes replaced by directories."""
+    launcher: Launcher
+    run: RunDirectory
+    inputs: Inputs
+    stack: ExitStack
+    """Ends what is entered here, the last first."""
+
+
+@contextmanager
+def session(config: Config) -> Iterator[Session]:
+    """Pin the process, check config, inputs and machine, and make the launcher; everything ends with the block.
+
+    Raises:
+        UserError: something is wrong; nothing was started.
     """
     from determinism.environment import pin_process, reexec_with_hashseed
 
@@ -70,9 +82,20 @@ def start(config: Config, adjust: Callable[[PPO], None] | None = None, checkpoin
     with ExitStack() as stack:
         launcher = make_launcher(config, run_directory.path)
         stack.callback(launcher.close)
-        found = launcher.on_main(lambda: prepare_directory(config, run_directory))
         launcher.on_main(lambda: check_functions(config.reward.functions))
-        return train(config, launcher, run_directory, checkpoint or found, inputs, stack, adjust)
+        yield Session(config, launcher, run_directory, inputs, stack)
+
+
+def start(config: Config, adjust: Callable[[PPO], None] | None = None, checkpoint: Checkpoint | None = None) -> PPO:
+    """Pin, check, start everything, train, end everything.
+
+    Args:
+        adjust: changes the loop after it was restored (a replay does).
+        checkpoint: restore this one instead of looking in the run directory.
+    """
+    with session(config) as ready:
+        found = ready.launcher.on_main(lambda: prepare_directory(ready.config, ready.run))
+        return train(ready.config, ready.launcher, ready.run, checkpoint or found, ready.inputs, ready.stack, adjust)
 
 
 def prepare_directory(config: Config, run: RunDirectory) -> Checkpoint | None:

@@ -41,7 +41,9 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
         0.5
     """
     if not 0 <= correct <= samples or not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} of {correct} right samples among {samples}: k and the right ones must fit into them")
+        raise ValueError(
+            f"pass@{k} of {correct} right samples among {samples}: k and the right ones must fit into them"
+        )
     every = math.comb(samples, k)
     return (every - math.comb(samples - correct, k)) / every
 
@@ -94,7 +96,7 @@ def ks(samples: int) -> list[int]:
 
 
 def accuracy(prompts: Sequence[Tries], samples: int) -> dict[str, float]:
-    """`pass@k` and `maj@k` for every k of `ks(samples)`: means over the prompts with at least k scored samples.
+    """`pass@k` for every k of `ks(samples)`, `maj@k` for those above 1: means over the prompts with at least k scored samples.
 
     Args:
         prompts: each prompt's samples; fewer than `samples` where some could not be scored.
@@ -108,7 +110,7 @@ def accuracy(prompts: Sequence[Tries], samples: int) -> dict[str, float]:
         enough = [tries for tries in prompts if len(tries.correct) >= k]
         if enough:
             passes = [pass_at_k(len(tries.correct), sum(tries.correct), k) for tries in enough]
-            majorities = [majority_at_k(tries, k) for tries in enough]
             found[f"pass@{k}"] = math.fsum(passes) / len(enough)
-            found[f"maj@{k}"] = math.fsum(majorities) / len(enough)
+        if enough and k > 1:
+            found[f"maj@{k}"] = math.fsum(majority_at_k(tries, k) for tries in enough) / len(enough)
     return found

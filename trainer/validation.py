@@ -11,6 +11,7 @@ from reward.manager import RewardManager
 from rollout.engine import sampling_from_config
 from rollout.episodes import Rollout
 from rollout.types import Episode, Prompt, Score
+from trainer.judge import Judge
 from trainer.metrics import mean_of
 
 
@@ -19,7 +20,7 @@ class ValidationResult:
     """One validation."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    """`val/score/mean`, `val/<source of prompts>/<reward source>/mean`, ...; the sampled pass under `val_sampled/`."""
+    """`val/score/mean`, `val/<source of prompts>/pass@k`, ... (see `pass_metrics`); the sampled pass under `val_sampled/`."""
     digests: dict[str, str] = field(default_factory=dict)
     """Ledger phases `validation/...`."""
     episodes: list[Episode] = field(default_factory=list)
@@ -33,6 +34,7 @@ class Validation:
 
     Args:
         prompts: the held-out prompts, in fixed order.
+        judge: says which samples are right.
     """
 
     def __init__(
@@ -42,11 +44,13 @@ class Validation:
         config: RolloutConfig,
         prompts: Sequence[Prompt],
         eos_ids: Sequence[int],
+        judge: Judge,
     ) -> None:
         self.rollout = rollout
         self.reward = reward
         self.prompts = prompts
         self.eos_ids = tuple(eos_ids)
+        self.judge = judge
         self.passes: dict[str, SamplingConfig] = {"validation": config.validation}
         if config.validation_sampled is not None:
             self.passes["validation_sampled"] = config.validation_sampled
@@ -64,7 +68,10 @@ class Validation:
             scores = self.reward.evaluate(episodes)
             result.episodes += episodes
             result.scores += scores
-            result.metrics |= pass_metrics(split.replace("validation", "val"), episodes, scores)
+            prefix = split.replace("validation", "val")
+            result.metrics |= pass_metrics(prefix, episodes, scores)
+            accuracies = self.judge.metrics(episodes, scores, settings.n)
+            result.metrics |= {f"{prefix}/{name}": value for name, value in accuracies.items()}
             result.digests[f"{split}/token_ids"] = digest_value([list(e.response_ids) for e in episodes])
             result.digests[f"{split}/rollout_logprobs"] = digest_value([list(e.logprobs) for e in episodes])
             result.digests[f"{split}/rewards"] = digest_value([[s.total, dict(s.by_source)] for s in scores])
@@ -72,7 +79,10 @@ class Validation:
 
 
 def pass_metrics(prefix: str, episodes: Sequence[Episode], scores: Sequence[Score]) -> dict[str, float]:
-    """Means of one pass: all scores, each reward source, each source of prompts, and response lengths."""
+    """Means of one pass: scores over all, by reward source and by source of prompts; response lengths over all and by source of prompts.
+
+    Dropped samples have no score; their lengths count.
+    """
     kept = [(e, s) for e, s in zip(episodes, scores, strict=True) if not s.dropped]
     metrics = {
         f"{prefix}/score/mean": mean_of([s.total for _, s in kept]),
@@ -85,4 +95,8 @@ def pass_metrics(prefix: str, episodes: Sequence[Episode], scores: Sequence[Scor
         )
     for name in sorted({e.prompt.source for e, _ in kept}):
         metrics[f"{prefix}/{name}/score/mean"] = mean_of([s.total for e, s in kept if e.prompt.source == name])
+    for name in sorted({e.prompt.source for e in episodes}):
+        of_source = [e for e in episodes if e.prompt.source == name]
+        metrics[f"{prefix}/{name}/response_length/mean"] = mean_of([float(len(e.response_ids)) for e in of_source])
+        metrics[f"{prefix}/{name}/response_length/clip_ratio"] = mean_of([float(e.truncated) for e in of_source])
     return metrics
