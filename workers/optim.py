@@ -197,9 +197,9 @@ class Updater:
         state["counts"] = torch.tensor([self.step, self.applied], dtype=torch.int64)
         return state
 
-    def restore_counts(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the counts of a `named_state` that was loaded in place."""
-        self.step, self.applied = state["counts"].tolist()
+    def restore_counts(self, counts: Tensor) -> None:
+        """Take over the counts of a `named_state`; its other tensors are loaded in place."""
+        self.step, self.applied = counts.tolist()
 
 
 def _zero(outputs: Outputs) -> Tensor:

@@ -101,7 +101,7 @@ class ShardedModel(ABC):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Finish loading a `state` whose tensors were filled in place."""
-        self._trained.restore_counts({"counts": state["optimizer/counts"]})
+        self._trained.restore_counts(state["optimizer/counts"])
 
     @property
     def _trained(self) -> Updater:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from configs.schema import FsdpConfig
-from determinism.reduction import TreeReduceScatter
+from determinism.reduction import TreeReduceScatter, require_power_of_two
 from workers.batch import TokenBatch
 from workers.pretrained import shared_names
 
@@ -69,7 +69,12 @@ def shard(
 
     Gradients are sums over ranks, never means: a leaf's loss is a share of the whole mini-batch already. Parameters stay
     gathered until `release` unless `fsdp.reshard_after_forward`.
+
+    Raises:
+        ValueError: an unknown precision, or under full determinism a number of ranks that is not a power of two.
     """
+    if full_determinism:
+        require_power_of_two(mesh.size(), "launcher.num_ranks")
     if fsdp.precision not in ("fp32", "bf16"):
         raise ValueError(f"fsdp.precision is {fsdp.precision!r}; it must be 'fp32' or 'bf16'")
     bf16 = fsdp.precision == "bf16"

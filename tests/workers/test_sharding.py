@@ -168,6 +168,25 @@ def test_another_world_size_role_or_precision_is_refused(tied, tmp_path):
         rank_mesh(1, "cpu")
 
 
+def on_three_ranks(path: str) -> tuple[str, float]:
+    with pytest.raises(ValueError, match="power of two") as error:
+        policy(path)
+    model = policy(path, full_determinism=False)
+    (result,) = model.update([mini_batch(leaves_of(batch(8, 19), 2), dist.get_rank(), 3)], RatioLoss())
+    return str(error.value), result.grad_norm
+
+
+def norm_on_one_rank(path: str) -> float:
+    return policy(path).update([mini_batch(leaves_of(batch(8, 19), 2), 0, 1)], RatioLoss())[0].grad_norm
+
+
+def test_three_ranks_train_but_not_under_full_determinism(tied, tmp_path):
+    (expected,) = on_ranks(1, tmp_path, norm_on_one_rank, tied)
+    for message, norm in on_ranks(3, tmp_path, on_three_ranks, tied):
+        assert "launcher.num_ranks is 3" in message
+        assert norm == pytest.approx(expected, rel=1e-5)
+
+
 def train_with_settings(path: str) -> dict[str, tuple[str, str]]:
     found = {}
     rank, ranks = dist.get_rank(), dist.get_world_size()
