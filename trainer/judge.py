@@ -57,7 +57,7 @@ class Judge:
             right = self.right(score)
             if right is not None:
                 of_prompt.append((right, self.answer(episode.text)))
-        metrics = {}
+        metrics: dict[str, float] = {}
         for source in sorted(found):
             prompts = [
                 Tries(tuple(right for right, _ in tries), tuple(answer for _, answer in tries))
