@@ -60,6 +60,10 @@ class AsyncPPO(PPO):
         with self.engines:
             super().validate(step, metrics)
 
+    def busy_seconds(self) -> dict[str, float]:
+        """Nothing: asking an engine that generates ahead would wait for it."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """The sampler's position is that of the trained batch, not of those generated ahead; they are generated again."""
         state = super().state_dict()

@@ -40,6 +40,7 @@ from trainer.run_dir import RunDirectory
 from trainer.tiny import resolve
 from trainer.tracking import Tracker
 from trainer.validation import Validation
+from workers.calls import BUSY
 from workers.group import Launcher, WorkerGroup
 from workers.resources import resolve_device
 
@@ -158,6 +159,7 @@ def engine_groups(
         env,
         start_timeout_s=config.rollout.start_timeout_s,
         gpus=config.rollout.tensor_parallel_size,
+        wait=False,
     )
     reward = config.reward.model
     if reward.path is None:
@@ -165,7 +167,7 @@ def engine_groups(
     context = reward.max_model_len or inputs.context
     scoring = functools.partial(RewardModelEngine, reward.path, config=reward, max_model_len=context, **shared)
     return rollout, launcher.engine_group(
-        "reward", scoring, reward.replicas, env, start_timeout_s=reward.start_timeout_s
+        "reward", scoring, reward.replicas, env, start_timeout_s=reward.start_timeout_s, wait=False
     )
 
 
@@ -184,12 +186,21 @@ class Engines:
     reward: RewardManager
     groups: dict[str, WorkerGroup]
     """The engines by name."""
-    checked: EngineCheck | None
-    """The check at start; None when there was none."""
+
+    def check(self, config: Config, inputs: Inputs) -> EngineCheck | None:
+        """Wait for the engines; under full determinism prove level D3 on them (unless `determinism.engine_check` is off).
+
+        Raises:
+            WorkerError: an engine did not start.
+            EngineCheckError: an answer depends on what else was asked.
+        """
+        if config.full_determinism and config.determinism.engine_check:
+            return check_engines(config, self.groups["rollout"], self.groups.get("reward"), inputs.context)
+        return None
 
 
 def start_engines(config: Config, launcher: Launcher, run: RunDirectory, inputs: Inputs, stack: ExitStack) -> Engines:
-    """Start the engines and the reward functions' processes, which `stack` ends; check them under full determinism."""
+    """Start the engines and the reward functions' processes, which `stack` ends. They are still starting when this returns."""
     device = resolve_device(config.launcher.device)
     rollout_group, reward_group = engine_groups(config, launcher, inputs, device)
     stack.callback(rollout_group.close)
@@ -197,9 +208,6 @@ def start_engines(config: Config, launcher: Launcher, run: RunDirectory, inputs:
     if reward_group is not None:
         stack.callback(reward_group.close)
         groups["reward"] = reward_group
-    checked = None
-    if config.full_determinism and config.determinism.engine_check:
-        checked = check_engines(config, rollout_group, reward_group, inputs.context)
     reward = RewardManager(
         config.reward,
         model_group=reward_group,
@@ -210,7 +218,7 @@ def start_engines(config: Config, launcher: Launcher, run: RunDirectory, inputs:
     )
     stack.callback(reward.close)
     rollout = Rollout(rollout_group, inputs.train.codec.decode, config.rollout.seed)
-    return Engines(rollout, reward, groups, checked)
+    return Engines(rollout, reward, groups)
 
 
 def validation_of(config: Config, engines: Engines, inputs: Inputs) -> Validation:
@@ -232,6 +240,7 @@ def assemble(
     engines = start_engines(config, launcher, run, inputs, stack)
     trainers = trainer_group(config, launcher, roles)
     stack.callback(trainers.close)
+    checked = engines.check(config, inputs)
     sampler = PromptSampler(inputs.train, config.data.prompts_per_step, config.data.seed, config.data.shuffle)
     state = checkpoint.state() if checkpoint else None
     steps = total_steps(config, sampler)
@@ -260,14 +269,17 @@ def assemble(
         pad_id=inputs.tokenizer.pad_token_id if inputs.tokenizer.pad_token_id is not None else inputs.eos_ids[0],
         eos_ids=inputs.eos_ids,
         roles=roles,
+        groups={"trainer": trainers, **engines.groups},
     )
     loop = AsyncPPO if config.rollout.max_head_offpolicyness > 0 else PPO
     ppo = loop(config, parts, steps)
     if checkpoint and state:
         trainers.run("load", path=str(checkpoint.workers))
         ppo.load_state_dict(state)
-    processes = {name: group.run("facts") for name, group in {"trainer": trainers, **engines.groups}.items()}
-    launcher.on_main(lambda: record_manifest(config, run, inputs, processes, engines.checked))
+    groups = parts.groups
+    processes = {name: group.run("facts") for name, group in groups.items()}
+    starts = {name: [busy["start"] for busy in group.run(BUSY)] for name, group in groups.items()}
+    launcher.on_main(lambda: record_manifest(config, run, inputs, processes, checked, starts))
     return ppo
 
 
@@ -289,11 +301,13 @@ def record_manifest(
     inputs: Inputs,
     processes: dict[str, list[dict[str, Any]]],
     checked: EngineCheck | None = None,
+    starts: dict[str, list[float]] | None = None,
 ) -> None:
     """Write what was in force in each process, as read back there; under full determinism also insist on it.
 
     Args:
         checked: the engine check at start, for people to read; None when there was none.
+        starts: seconds that each process took to make its worker, for people to read.
 
     Raises:
         EnvironmentNotPinned: a process does not have what full determinism asked for; names it.
@@ -310,7 +324,7 @@ def record_manifest(
     }
     if config.reward.model.path is not None:
         digests["model/reward"] = model_digest(config.reward.model.path)
-    informative = {"engine_check": checked.as_dict() if checked else None}
+    informative = {"engine_check": checked.as_dict() if checked else None, "start_s": starts}
     write_manifest(run.manifest, to_dict(config), named, digests, informative)
 
 

@@ -105,8 +105,9 @@ def _evaluate(ready: Session) -> ValidationResult:
     config, launcher, run, inputs, stack = ready
     launcher.on_main(lambda: prepare_directory(config, run))
     engines = start_engines(config, launcher, run, inputs, stack)
+    checked = engines.check(config, inputs)
     processes = {name: group.run("facts") for name, group in engines.groups.items()}
-    launcher.on_main(lambda: record_manifest(config, run, inputs, processes, engines.checked))
+    launcher.on_main(lambda: record_manifest(config, run, inputs, processes, checked))
     tracker = None
     if launcher.is_main:
         tracker = Tracker(config.tracking, run, f"{config.run.name}-eval", to_dict(config), total_steps=0)

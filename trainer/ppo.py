@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ from trainer.record import Record
 from trainer.shaping import bootstrap_values, shape_scores, trained_mask
 from trainer.timing import Timing
 from trainer.validation import Validation
+from workers.calls import BUSY
+from workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,8 @@ class Parts:
     pad_id: int
     eos_ids: tuple[int, ...]
     roles: Sequence[str]
+    groups: Mapping[str, WorkerGroup]
+    """Every worker group by name, for their clocks."""
 
 
 class PPO:
@@ -102,7 +106,7 @@ class PPO:
                 self.validate(step, metrics)
             # Ledger and metrics first: a kill during the save then costs a repeat of the step, never its record.
             self.parts.ledger.commit(step)
-            self.parts.record.metrics(step, {**metrics, **self.timing.metrics(metrics)})
+            self.parts.record.metrics(step, {**metrics, **self.timing.metrics(metrics), **self.busy_seconds()})
             self.done = step
             last = step == self.total_steps and trainer.checkpoint_at_end
             if last or (trainer.checkpoint_every and step % trainer.checkpoint_every == 0):
@@ -308,6 +312,16 @@ class PPO:
                     f"(the last: loss {result.loss}, gradient norm {result.grad_norm}). The batch is in {saved}; "
                     f"lower {role}.optim.lr or raise trainer.max_nonfinite_updates."
                 )
+
+    def busy_seconds(self) -> dict[str, float]:
+        """`timing_s/busy/<method>`: time inside engines and models since the step before; the slowest worker of each group."""
+        busy: dict[str, float] = {}
+        for group in self.parts.groups.values():
+            for worker in group.run(BUSY):
+                for method, seconds in worker.items():
+                    name = f"timing_s/busy/{method}"
+                    busy[name] = max(busy.get(name, 0.0), seconds)
+        return busy
 
     def validate(self, step: int, metrics: dict[str, float]) -> None:
         """Score held-out prompts and add the result to the step's metrics (or log it alone before the first step)."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,16 +15,43 @@ _TAIL_BYTES = 16 * 1024
 _HOSTS = ("calls.py", "child.py", "ray_group.py", "torchrun_group.py")
 
 
-def invoke(worker: Any, method: str, arguments: Sequence[Any], common: dict[str, Any]) -> Any:
-    """`worker.<method>(*arguments, **common)`; a dotted name reaches into attributes (`actor.update`).
+BUSY = "busy_seconds"
+"""Method that every worker answers: seconds in each of its methods (and in `start`, its making) since it was last asked."""
 
-    Raises:
-        AttributeError: the worker has no such method.
+
+class Hosted:
+    """A worker in the process that hosts it: called by name, with a clock on every call.
+
+    The clock tells how much of a phase is work and how much is transfer and waiting (`timing_s/busy/*`).
     """
-    target = worker
-    for name in method.split("."):
-        target = getattr(target, name)
-    return target(*arguments, **common)
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        self.worker = factory()
+        self._busy: dict[str, float] = {"start": time.perf_counter() - start}
+
+    def call(self, method: str, arguments: Sequence[Any], common: dict[str, Any]) -> Any:
+        """`worker.<method>(*arguments, **common)`; a dotted name reaches into attributes (`actor.update`).
+
+        Raises:
+            AttributeError: the worker has no such method.
+        """
+        if method == BUSY:
+            busy, self._busy = self._busy, {}
+            return busy
+        target = self.worker
+        for name in method.split("."):
+            target = getattr(target, name)
+        start = time.perf_counter()
+        try:
+            return target(*arguments, **common)
+        finally:
+            self._busy[method] = self._busy.get(method, 0.0) + time.perf_counter() - start
+
+    def close(self) -> None:
+        """Let the worker close itself."""
+        if hasattr(self.worker, "close"):
+            self.worker.close()
 
 
 def traceback_text(error: BaseException) -> str:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from workers.calls import invoke, traceback_text
+from workers.calls import Hosted, traceback_text
 from workers.transport import Blob, Channel, from_blob
 
 _PR_SET_PDEATHSIG = 1
@@ -54,7 +54,7 @@ class Host:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._worker: Any = None
+        self._worker: Hosted | None = None
 
     def serve(self) -> None:
         """Answer until "stop" or until the parent is gone."""
@@ -65,7 +65,7 @@ class Host:
                 return
             kind, *details = from_blob(parts[0])
             if kind == "stop":
-                if hasattr(self._worker, "close"):
+                if self._worker is not None:
                     self._worker.close()
                 return
             if kind == "build":
@@ -76,11 +76,12 @@ class Host:
             del parts  # the memory of large arguments is not kept until the next message
 
     def _build(self, factory: memoryview) -> None:
-        self._worker = from_blob(factory)()
+        self._worker = Hosted(from_blob(factory))
 
     def _call(self, method: str, parts: list[memoryview], has_argument: bool) -> Any:
         arguments = [from_blob(parts[0])] if has_argument else []
-        return invoke(self._worker, method, arguments, from_blob(parts[-1]))
+        assert self._worker is not None, "built before it is called"
+        return self._worker.call(method, arguments, from_blob(parts[-1]))
 
     def _answer(self, number: int, function: Callable[[], Any]) -> None:
         try:

@@ -64,10 +64,12 @@ class Launcher(Protocol):
         *,
         start_timeout_s: float = 300.0,
         gpus: int = 1,
+        wait: bool = True,
     ) -> WorkerGroup:
         """Engines: `replicas` processes of their own, `env` in place before their interpreter starts, logs in `logs/{name}-{i}.log`.
 
-        `env` is laid over the process environment that the launcher gives every process. `gpus`: GPUs that one replica sees
+        With `wait=False` it returns while they start, so that several groups start side by side; the first call waits, and raises
+        what went wrong at the start. `env` is laid over the process environment that the launcher gives every process. `gpus`: GPUs that one replica sees
         (its tensor-parallel size); no meaning on CPU.
         """
         ...

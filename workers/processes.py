@@ -73,8 +73,9 @@ class ProcessGroup:
         start_timeout_s: float = 300.0,
         numbers: Sequence[int] | None = None,
         member_env: Callable[[int], Mapping[str, str]] | None = None,
+        wait: bool = True,
     ) -> None:
-        """Start all children at once and wait until each has built its worker.
+        """Start all children at once and wait until each has built its worker (or, with `wait=False`, let the first call wait).
 
         Args:
             numbers: the replicas' numbers when they are a part of a larger group (log names, `member_env`); null counts from 0.
@@ -89,6 +90,8 @@ class ProcessGroup:
         self._lock = threading.Lock()
         self._calls = BUILD_ID
         self._failure: str | None = None
+        self._start_deadline: float | None = time.monotonic() + start_timeout_s
+        self._start_timeout_s = start_timeout_s
         self._idle = False
         self._closed = False
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -104,7 +107,8 @@ class ProcessGroup:
                 self._children[-1].send(build)
             for blob in build:
                 blob.close()
-            self._collect(BUILD_ID, "its start", start_timeout_s)
+            if wait:
+                self._settle()
         except BaseException:
             self.close()
             raise
@@ -123,6 +127,7 @@ class ProcessGroup:
                 raise WorkerError(self._failure)
             if self._closed:
                 raise WorkerError(f"{self.name}.{method} was called after the group was closed")
+            self._settle()
             self._calls += 1
             self._idle = False
             # Everything is packed before anything is sent: what can't be pickled must not leave some workers called.
@@ -164,19 +169,28 @@ class ProcessGroup:
             child.channel.close()
         self._starter.shutdown(wait=False)
 
+    def _settle(self) -> None:
+        """Wait until every child has built its worker; once."""
+        if self._start_deadline is not None:
+            try:
+                self._collect(BUILD_ID, "its start", self._start_deadline)
+            except BaseException:
+                self.close()
+                raise
+            self._start_deadline = None
+
     def _send(self, child: _Child, blobs: Sequence[Blob], method: str) -> None:
         try:
             child.send(blobs)
         except OSError:
             self._raise_death(child, method)
 
-    def _collect(self, number: int, method: str, timeout_s: float | None) -> list[Any]:
+    def _collect(self, number: int, method: str, deadline: float | None) -> list[Any]:
         """Results of call `number` in replica order; the first failure to arrive is raised at once.
 
         The others' answers to a failed call are met later and dropped by their number.
         """
         results: dict[int, Any] = {}
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while len(results) < len(self._children):
             waiting = {child.channel: i for i, child in enumerate(self._children) if i not in results}
             ready, _, _ = select.select(list(waiting), [], [], POLL_S)
@@ -200,7 +214,9 @@ class ProcessGroup:
             if deadline is not None and time.monotonic() > deadline:
                 late = [child for i, child in enumerate(self._children) if i not in results]
                 raise WorkerError(
-                    late[0].failed(f"was not ready after {timeout_s:g} s ({len(late)} of {self.size} were not)")
+                    late[0].failed(
+                        f"was not ready after {self._start_timeout_s:g} s ({len(late)} of {self.size} were not)"
+                    )
                 )
         self._idle = True
         return [results[i] for i in range(len(self._children))]

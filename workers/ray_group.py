@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 
-from workers.calls import invoke, log_size, log_tail, traceback_text
+from workers.calls import Hosted, log_size, log_tail, traceback_text
 from workers.group import WorkerError, WorkerFactory, WorkerGroup
 from workers.processes import end_processes, import_path
 from workers.resources import Needs, ResourceError
@@ -91,8 +91,7 @@ class RayLauncher:
             exit_stack: what `close` undoes last, also when this fails.
 
         Raises:
-            ResourceError: the cluster has less than `needs`, or others hold it.
-            ConnectionError: there is no cluster at `address`.
+            ResourceError: there is no cluster at `address`, it has less than `needs`, or others hold it.
         """
         self._exit_stack = exit_stack or contextlib.ExitStack()
         self._run_dir = run_dir
@@ -132,13 +131,14 @@ class RayLauncher:
         *,
         start_timeout_s: float = 300.0,
         gpus: int = 1,
+        wait: bool = True,
     ) -> WorkerGroup:
         """See `Launcher.engine_group`."""
         gpus = gpus if self._device == "cuda" else 1
         self._check_slots(name, replicas * gpus)
         group = self._group(name, replicas, [self._env(env)] * replicas, gpus, start_timeout_s)
         with group.closing_on_error():
-            group.build(factory, [None] * replicas)
+            group.build(factory, [None] * replicas, wait)
         return group
 
     def on_main(self, function: Callable[[], T]) -> T:
@@ -202,11 +202,14 @@ class ActorHost:
         os.dup2(fd, 2)
         os.close(fd)
         faulthandler.enable(2)
-        self._worker: Any = None
+        self._worker: Hosted | None = None
         self._store: Any = None
 
-    def pid(self) -> int:
-        return os.getpid()
+    def whereabouts(self) -> tuple[str, int]:
+        """Ray's id of the node, and the process id there."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def open_store(self, world_size: int, timeout_s: float) -> tuple[str, int]:
         """The ranks' rendezvous on this actor's node: (address, port)."""
@@ -224,7 +227,7 @@ class ActorHost:
         def build() -> None:
             if rendezvous is not None:
                 self._join(*rendezvous)
-            self._worker = _from_wire(factory)()
+            self._worker = Hosted(_from_wire(factory))
 
         return self._answer("its start", build)
 
@@ -236,13 +239,14 @@ class ActorHost:
         def call() -> Any:
             keywords = _from_wire(common)
             keywords.update({name: _from_wire(value) for name, (_, value) in zip(names, handles, strict=True)})
-            return invoke(self._worker, method, [] if argument is None else [_from_wire(argument)], keywords)
+            assert self._worker is not None, "built before it is called"
+            return self._worker.call(method, [] if argument is None else [_from_wire(argument)], keywords)
 
         return self._answer(method, call)
 
     def stop(self) -> None:
         """Let the worker close itself."""
-        if hasattr(self._worker, "close"):
+        if self._worker is not None:
             self._worker.close()
 
     def _join(self, device: str, rank: int, world_size: int, host: str, port: int, timeout_s: float) -> None:
@@ -275,14 +279,46 @@ class _RayGroup:
         self._deadline = time.monotonic() + start_timeout_s
         self._start_timeout_s = start_timeout_s
         self._idle = False
-        self._pids: list[int] = []
+        # Asked for first, so that it is known although the worker is never built.
+        self._places = [actor.whereabouts.remote() for actor in self._actors]
+        self._pids: dict[int, int] = {}
+        self._local: list[psutil.Process] = []  # the actors on the driver's node
+        self._building: list[Any] = []
 
-    def build(self, factory: WorkerFactory, rendezvous: Sequence[Any]) -> None:
-        """Build every worker; raises as `run` does, and when the group's start takes too long."""
+    def build(self, factory: WorkerFactory, rendezvous: Sequence[Any], wait: bool = True) -> None:
+        """Let every actor build its worker; raises as `run` does, and when the group's start takes too long (unless the first call is to wait)."""
         wire = _to_wire(factory)
-        refs = [actor.build.remote(wire, place) for actor, place in zip(self._actors, rendezvous, strict=True)]
-        self._collect(refs, "its start", self._deadline)
-        self._pids = self.ask("pid")
+        self._building = [
+            actor.build.remote(wire, place) for actor, place in zip(self._actors, rendezvous, strict=True)
+        ]
+        if wait:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait until every actor has built its worker; once."""
+        if not self._building:
+            return
+        try:
+            self._wait(self._places, range(self.size), "its start", self._deadline)
+            self._note_places()
+            self._collect(self._building, "its start", self._deadline)
+        except BaseException:
+            self.close()
+            raise
+        self._building = []
+
+    def _note_places(self) -> None:
+        """Which processes the actors are, as far as they are up."""
+        import ray
+
+        ready, _ = ray.wait(self._places, num_returns=self.size, timeout=0)
+        here = ray.get_runtime_context().get_node_id()
+        for ref in ready:
+            with contextlib.suppress(psutil.NoSuchProcess, ray.exceptions.RayError):
+                node, pid = ray.get(ref)
+                self._pids[self._places.index(ref)] = pid
+                if node == here:
+                    self._local.append(psutil.Process(pid))
 
     def call_one(self, index: int, name: str, *arguments: Any) -> Any:
         """A method of one actor's host."""
@@ -292,16 +328,12 @@ class _RayGroup:
         self._wait([ref], [index], name, self._deadline)
         return ray.get(ref)
 
-    def ask(self, name: str) -> list[Any]:
-        """A method without arguments of every actor's host."""
-        import ray
-
-        return ray.get([getattr(actor, name).remote() for actor in self._actors])
-
     def run(self, method: str, sharded: Sequence[Any] | None = None, /, **common: Any) -> list[Any]:
+        self._settle()
         return [_from_wire(wire) for wire in self._collect(self._send(method, sharded, common), method)]
 
     def export(self, method: str, /, **common: Any) -> Any:
+        self._settle()
         refs = self._send(method, None, {"everywhere": False, **common})
         self._wait(refs, range(self.size), method, None)
         self._idle = True
@@ -313,15 +345,17 @@ class _RayGroup:
         actors, self._actors = self._actors, []
         if not actors or not ray.is_initialized():
             return
-        mine = []
-        for pid in self._pids:
+        if not self._local:
+            self._note_places()
+        mine = list(self._local)
+        for process in self._local:
             with contextlib.suppress(psutil.NoSuchProcess):
-                mine += [process := psutil.Process(pid), *process.children(recursive=True)]
+                mine += process.children(recursive=True)
         if self._idle:
             ray.wait([actor.stop.remote() for actor in actors], num_returns=len(actors), timeout=POLITE_S)
         for actor in actors:
             ray.kill(actor, no_restart=True)
-        end_processes([process for process in mine if process.pid != os.getpid()])
+        end_processes(mine)
 
     @contextlib.contextmanager
     def closing_on_error(self) -> Any:
@@ -381,7 +415,7 @@ class _RayGroup:
                 )
 
     def _death(self, index: int, method: str, error: Exception) -> str:
-        pid = f" (pid {self._pids[index]})" if self._pids else ""
+        pid = f" (pid {self._pids[index]})" if index in self._pids else ""
         cause = getattr(error, "cause", None)
         text = f"{type(error).__name__}: {error}" if cause is None else traceback_text(cause)
         return (
@@ -416,7 +450,10 @@ def _start_ray(address: str | None, num_cpus: int | None) -> bool:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "exactrl"}
     if address is not None:
-        ray.init(address=address, **quiet)
+        try:
+            ray.init(address=address, **quiet)
+        except ConnectionError as error:
+            raise ResourceError(f"launcher.ray_address={address}: no Ray cluster answers there ({error})") from error
     else:
         # "local": a cluster that RAY_ADDRESS names is joined only when launcher.ray_address says so.
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)

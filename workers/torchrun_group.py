@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from workers.calls import invoke, traceback_text
+from workers.calls import Hosted, traceback_text
 from workers.group import WorkerError, WorkerFactory, WorkerGroup
 from workers.processes import ProcessGroup
 
@@ -80,6 +80,7 @@ class TorchrunLauncher:
         *,
         start_timeout_s: float = 300.0,
         gpus: int = 1,
+        wait: bool = True,
     ) -> WorkerGroup:
         """See `Launcher.engine_group`; replica i is a child of rank `i % world_size`."""
 
@@ -96,6 +97,7 @@ class TorchrunLauncher:
                 start_timeout_s=start_timeout_s,
                 numbers=numbers,
                 member_env=member_env,
+                wait=wait,
             )
 
         return self._keep(_EngineGroup(start, replicas, self.rank, self.world_size, self._timeout_s))
@@ -174,7 +176,7 @@ class _TrainerGroup:
         self.size = world_size
         self._rank = dist.get_rank()
         self._objects = object_group(timeout_s)
-        self._worker = self._call("its start", factory)
+        self._worker: Hosted | None = self._call("its start", lambda: Hosted(factory))
 
     def run(self, method: str, sharded: Sequence[Any] | None = None, /, **common: Any) -> list[Any]:
         from workers.distributed import gather_objects
@@ -182,17 +184,21 @@ class _TrainerGroup:
         if sharded is not None and len(sharded) != self.size:
             raise ValueError(f"{method}: {len(sharded)} sharded arguments for {self.size} ranks")
         arguments = [] if sharded is None else [sharded[self._rank]]
-        mine = self._call(method, lambda: invoke(self._worker, method, arguments, common))
+        mine = self._call(method, lambda: self._hosted().call(method, arguments, common))
         return gather_objects(mine, self._objects)
 
     def export(self, method: str, /, **common: Any) -> Any:
         """This rank's own result is the handle: the value is made by a collective, so every rank has it already."""
-        return self._call(method, lambda: invoke(self._worker, method, [], {"everywhere": True, **common}))
+        return self._call(method, lambda: self._hosted().call(method, [], {"everywhere": True, **common}))
 
     def close(self) -> None:
         worker, self._worker = self._worker, None
-        if hasattr(worker, "close"):
+        if worker is not None:
             worker.close()
+
+    def _hosted(self) -> Hosted:
+        assert self._worker is not None, "not closed"
+        return self._worker
 
     def _call(self, method: str, function: Callable[[], T]) -> T:
         try:
