@@ -191,6 +191,48 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(path, tmp_p
     assert on_ranks(2, tmp_path, poisoned, path) == [(True, True, False, True)] * 2
 
 
+PLAIN = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5, eps=1e-6)
+
+
+def two_updates(path: str) -> tuple:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = PolicyModel(
+        path,
+        rank_mesh(ranks, "cpu"),
+        torch.device("cpu"),
+        FsdpConfig(),
+        temperature=0.9,
+        full_determinism=True,
+        optim=PLAIN,
+    )
+    minis = [mini_batch(leaves_of(batch(8, 17, seed=seed), 2), rank, ranks) for seed in (1, 2)]
+    norms = [result.grad_norm for result in model.update(minis, RatioLoss())]
+    return norms, dict(model.export())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_updates_are_those_of_unsharded_torch(path, tmp_path, ranks):
+    from transformers import AutoModelForCausalLM
+
+    norms, weights = on_ranks(ranks, tmp_path, two_updates, path)[0]
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    start = {name: value.detach().clone() for name, value in plain.named_parameters()}
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    for seed, norm in zip((1, 2), norms, strict=True):
+        mini = mini_batch(leaves_of(batch(8, 17, seed=seed), 2), 0, 1)
+        for leaf in mini.leaves:
+            RatioLoss()(token_logprobs(plain, leaf, 0.9, entropy=True), leaf, mini.totals)[0].backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        assert norm == pytest.approx(expected.item(), rel=1e-4)
+        assert norm > 0.5  # clipping took part
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in plain.named_parameters():
+        # AdamW's first steps are about the sign of the gradient, so a tiny gradient may move a weight by less or more.
+        moved = (value.detach() - start[name]).norm()
+        assert (weights[name] - value.detach()).norm() < 1e-2 * moved, name
+
+
 def full_kl(path: str, other: str) -> tuple:
     model, reference = policy(path, temperature=0.8), policy(other, temperature=0.8, trained=False)
     leaf = leaves_of(batch(4, 15), 4)[0]
