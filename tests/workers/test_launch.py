@@ -214,8 +214,8 @@ def test_a_clean_up_runs_undisturbed_but_not_for_ever(clean_up):
     process.send_signal(signal.SIGTERM)  # a second one must not break into the clean-up
     assert process.wait(10) == 128 + signal.SIGTERM
     if "print" in clean_up:
+        sleeper.kill()  # it holds the pipe open
         assert process.stdout.read() == "cleaned up\n"
-        sleeper.kill()
     else:
         assert alive([sleeper], 1.0) == []
     process.stdout.close()

@@ -210,6 +210,17 @@ def test_a_start_that_takes_too_long_is_ended(tmp_path):
         start(tmp_path, Slow, start_timeout_s=1.0)
 
 
+def test_a_group_may_start_while_others_do_and_its_first_call_says_what_went_wrong(tmp_path):
+    group = start(tmp_path, functools.partial(Toy, 1), wait=False)
+    broken = start(tmp_path, Broken, wait=False)
+    assert group.run("add", [1, 2]) == [2, 3]
+    for _ in range(2):
+        with pytest.raises(WorkerError):
+            broken.run("pid")
+    assert gone(broken.pids)
+    group.close()
+
+
 def test_close_ends_stubborn_children_and_their_children(tmp_path):
     group = start(tmp_path, Stubborn, replicas=1)
     (sleeper,) = group.run("spawn_sleeper")

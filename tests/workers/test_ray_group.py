@@ -178,4 +178,6 @@ def test_a_hundred_megabytes_there_and_back(engines):
     for _ in range(50):
         engines.run("pid")
     small = (time.perf_counter() - began) / 50
-    print(f"ray: 100 MB there and back {large * 1e3:.0f} ms, to two at once {shared * 1e3:.0f} ms, a call {small * 1e6:.0f} us")
+    print(
+        f"ray: 100 MB there and back {large * 1e3:.0f} ms, to two at once {shared * 1e3:.0f} ms, a call {small * 1e6:.0f} us"
+    )
