@@ -200,13 +200,12 @@ def check_model(model_config: Any) -> None:
 def padded_linear(matmul: MatMul) -> Linear:
     """`pad1`: no call has one row. A single row is doubled, and more than `MAX_ROWS` are cut into calls of at most that."""
 
+    def few(x: Tensor, bias: Tensor | None) -> Tensor:
+        return matmul(x, bias) if x.shape[0] != 1 else matmul(x.expand(2, -1).contiguous(), bias)[:1]
+
+    # Not recursive: a function that refers to itself keeps its packed weight until the garbage collector comes by.
     def call(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows = x.shape[0]
-        if rows == 1:
-            return matmul(x.expand(2, -1).contiguous(), bias)[:1]
-        if rows <= MAX_ROWS:
-            return matmul(x, bias)
-        return torch.cat([call(part, weight, bias) for part in x.split(MAX_ROWS)])
+        return few(x, bias) if x.shape[0] <= MAX_ROWS else torch.cat([few(part, bias) for part in x.split(MAX_ROWS)])
 
     return call
 
