@@ -99,6 +99,8 @@ def _batch(config: Config) -> Iterator[Problem]:
                 f"{size} does not divide the {total} sequences of a step (data.prompts_per_step {prompts} x rollout.sampling.n {samples})",
                 f"take a divisor of {total}, such as {_divisor(total, size)}",
             )
+        if part.fsdp.leaf_tokens is not None:
+            continue  # leaves of any number of sequences; ranks may hold unequal numbers of them
         if size % leaf:
             yield Problem(
                 f"{role}.fsdp.leaf_size",
@@ -113,7 +115,8 @@ def _batch(config: Config) -> Iterator[Problem]:
             )
     leaf = config.ref.fsdp.leaf_size
     # With the actor's leaf size the lines above have said it.
-    if needs_reference(config) and leaf != config.actor.fsdp.leaf_size and total % (leaf * ranks):
+    fixed = config.ref.fsdp.leaf_tokens is None
+    if needs_reference(config) and fixed and leaf != config.actor.fsdp.leaf_size and total % (leaf * ranks):
         yield Problem(
             "ref.fsdp.leaf_size",
             f"{leaf} x launcher.num_ranks {ranks} does not divide the {total} sequences of a step",
@@ -371,7 +374,8 @@ def _warnings(config: Config) -> Iterator[Problem]:
     for key, sampling in samplings(config):
         if sampling.temperature == 0 and sampling.n > 1:
             yield Problem(
-                f"{key}.n", f"{sampling.n} greedy samples of a prompt are copies; set a temperature above 0, or 1 sample"
+                f"{key}.n",
+                f"{sampling.n} greedy samples of a prompt are copies; set a temperature above 0, or 1 sample",
             )
     kl = config.algorithm.kl
     if needs_reference(config) and kl.placement == "loss" and kl.estimator == "k1":

@@ -78,6 +78,13 @@ def _kernels(config: Config) -> Iterator[Problem]:
                 level="D4",
             )
     for role, fsdp in fsdp_of_roles(config):
+        if fsdp.leaf_tokens is not None:
+            yield Problem(
+                f"{role}.fsdp.leaf_tokens",
+                "dynamic leaves are no fixed unit of the gradient sum",
+                f"use {role}.fsdp.leaf_size, {OFF}",
+                level="D4",
+            )
         if fsdp.attention == "flash_attention_2":
             yield Problem(
                 f"{role}.fsdp.attention",

@@ -114,6 +114,7 @@ RANGES: dict[tuple[str, str], Range] = {
     ("LoraConfig", "rank"): AT_LEAST_0,
     ("LoraConfig", "alpha"): POSITIVE,
     ("FsdpConfig", "leaf_size"): AT_LEAST_1,
+    ("FsdpConfig", "leaf_tokens"): AT_LEAST_1,
     ("OptimizerConfig", "lr"): AT_LEAST_0,
     ("OptimizerConfig", "betas"): SHARE_BELOW_1,
     ("OptimizerConfig", "eps"): POSITIVE,

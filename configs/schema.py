@@ -89,6 +89,8 @@ class FsdpConfig:
     """Free gathered parameters between forward and backward: less memory, more communication."""
     leaf_size: int = 8
     """Sequences of one forward/backward. A leaf is the unit of the canonical gradient sum, so it belongs to the numerics environment."""
+    leaf_tokens: int | None = None
+    """Dynamic leaves: as many sequences as fit this many padded tokens, in place of `leaf_size`; null for fixed leaves. Refused under full determinism."""
 
 
 @dataclass
@@ -529,6 +531,8 @@ class TrainerConfig:
     """Reward source that says whether a validation sample is right, for pass@k and maj@k: a function's name, `model` or `total`; null takes the first function, or `total` when there is none."""
     eval_threshold: float = 1.0
     """A validation sample is right when that source gives it at least this much."""
+    bucket_by_length: bool = False
+    """Sequences of similar length share a leaf, so that less padding is computed; mini-batches then mix lengths leaf by leaf. Moves bits."""
     checkpoint_every: int = 50
     """Steps between checkpoints; 0 saves only at the end."""
     checkpoint_at_end: bool = True

@@ -7,12 +7,13 @@ same leaves, so the first ratio is exactly 1; epochs shuffle leaves, not rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
+from configs.schema import FsdpConfig
 from determinism.seeds import derive_seed, permutation
 from rollout.types import Episode, Score
 from workers.batch import LossTotals, TokenBatch
@@ -93,36 +94,71 @@ class LeafPlan:
     """Which rows make up which leaf."""
 
     rows: tuple[Tensor, ...]
-    """Per leaf: [leaf_size] int64 row numbers."""
+    """Per leaf: [rows of the leaf] int64 row numbers."""
 
     @classmethod
-    def draw(cls, count: int, leaf_size: int, run_seed: int, step: int) -> LeafPlan:
-        """Deal `count` rows into leaves; a function of the arguments alone, the same for every role and rank count.
+    def draw(
+        cls, lengths: Tensor, fsdp: FsdpConfig, run_seed: int, step: int, *, bucket_by_length: bool = False
+    ) -> LeafPlan:
+        """Deal rows into leaves; a function of the arguments alone, the same for every role and rank count.
+
+        Args:
+            lengths: [N] int64; tokens of each row.
+            fsdp: `leaf_size` rows make a leaf, or as many as fit `leaf_tokens` padded tokens when that is set.
+            bucket_by_length: rows of similar length share a leaf, so that less padding is computed.
 
         Raises:
-            ValueError: `leaf_size` does not divide `count`.
+            ValueError: `leaf_size` does not divide the number of rows.
         """
-        if count % leaf_size:
-            raise ValueError(f"{count} sequences can't be cut into leaves of {leaf_size}")
-        order = torch.tensor(permutation(count, derive_seed(run_seed, "leaves", step)))
-        return cls(tuple(order.split(leaf_size)))
+        order = permutation(len(lengths), derive_seed(run_seed, "leaves", step))
+        if bucket_by_length:
+            order.sort(key=lambda row: int(lengths[row]))  # stable: rows of one length stay shuffled
+        if fsdp.leaf_tokens is not None:
+            return cls(tuple(_within_budget(order, lengths, fsdp.leaf_tokens)))
+        if len(order) % fsdp.leaf_size:
+            raise ValueError(f"{len(order)} sequences can't be cut into leaves of {fsdp.leaf_size}")
+        return cls(tuple(torch.tensor(order).split(fsdp.leaf_size)))
 
     def cut(self, tokens: TokenBatch) -> list[TokenBatch]:
         """The leaves, each as wide as its own longest sequence."""
         return [tokens.select(rows) for rows in self.rows]
 
     def paste(self, per_leaf: Sequence[Tensor], width: int) -> Tensor:
-        """Undo `cut` for one tensor a leaf ([leaf_size, t]): [N, width], zeros in the padding."""
+        """Undo `cut` for one tensor a leaf ([rows of the leaf, t]): [N, width], zeros in the padding."""
         count = sum(len(rows) for rows in self.rows)
         whole = torch.zeros((count, width), dtype=per_leaf[0].dtype)
         for rows, values in zip(self.rows, per_leaf, strict=True):
             whole[rows, : values.shape[1]] = values
         return whole
 
-    def epoch(self, leaves_per_batch: int, run_seed: int, role: str, step: int, epoch: int) -> list[list[int]]:
-        """Leaf numbers of each mini-batch of one epoch, shuffled by (seed, role, step, epoch)."""
-        order = permutation(len(self.rows), derive_seed(run_seed, "mini_batches", role, step, epoch))
-        return [order[i : i + leaves_per_batch] for i in range(0, len(order), leaves_per_batch)]
+    def epoch(self, mini_batch_size: int, run_seed: int, role: str, step: int, epoch: int) -> list[list[int]]:
+        """Leaf numbers of each mini-batch of one epoch, shuffled by (seed, role, step, epoch).
+
+        Leaves are taken until a mini-batch has `mini_batch_size` sequences; with leaves of unequal size the last one may have fewer.
+        """
+        batches: list[list[int]] = [[]]
+        taken = 0
+        for leaf in permutation(len(self.rows), derive_seed(run_seed, "mini_batches", role, step, epoch)):
+            if taken >= mini_batch_size:
+                batches.append([])
+                taken = 0
+            batches[-1].append(leaf)
+            taken += len(self.rows[leaf])
+        return batches
+
+
+def _within_budget(order: Sequence[int], lengths: Tensor, budget: int) -> Iterator[Tensor]:
+    """Consecutive rows of `order` whose padded size (rows x longest) stays within `budget` tokens; a longer row goes alone."""
+    leaf: list[int] = []
+    longest = 0
+    for row in order:
+        grown = max(longest, int(lengths[row]))
+        if leaf and grown * (len(leaf) + 1) > budget:
+            yield torch.tensor(leaf)
+            leaf, grown = [], int(lengths[row])
+        leaf.append(row)
+        longest = grown
+    yield torch.tensor(leaf)
 
 
 def loss_totals(leaves: Sequence[TokenBatch], max_response_tokens: int) -> LossTotals:

@@ -273,8 +273,7 @@ class PPO:
         leaves = plan.cut(experience.tokens)
         results: list[MiniBatchResult] = []
         for epoch in range(settings.ppo_epochs):
-            per_batch = settings.mini_batch_size // settings.fsdp.leaf_size
-            batches = plan.epoch(per_batch, self.config.seed, role, step, epoch)
+            batches = plan.epoch(settings.mini_batch_size, self.config.seed, role, step, epoch)
             results += self.parts.models.update(role, leaves, batches, loss)
         for i, result in enumerate(results):
             self.parts.ledger.add(f"{role}_update/{i}/loss", [result.loss])
@@ -284,7 +283,13 @@ class PPO:
 
     def plan(self, role: str, experience: Experience, step: int) -> LeafPlan:
         """How the step's rows are cut into the leaves of a role; all roles share one row order."""
-        return LeafPlan.draw(len(experience), getattr(self.config, role).fsdp.leaf_size, self.config.seed, step)
+        return LeafPlan.draw(
+            experience.tokens.lengths,
+            getattr(self.config, role).fsdp,
+            self.config.seed,
+            step,
+            bucket_by_length=self.config.trainer.bucket_by_length,
+        )
 
     @property
     def loss_kl_coef(self) -> float:

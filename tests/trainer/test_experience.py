@@ -1,8 +1,11 @@
 """Episodes become tensors: padded once, masked once, cut into leaves that never change within a step."""
 
+from itertools import chain
+
 import pytest
 import torch
 
+from configs.schema import FsdpConfig
 from rollout.types import Episode, Prompt, SampleKey, Score
 from trainer.experience import Experience, LeafPlan, loss_totals
 
@@ -22,6 +25,10 @@ def episode(task: int, sample: int, prompt: list[int], response: list[int], fini
 
 def scores(count: int, dropped: tuple[int, ...] = ()) -> list[Score]:
     return [Score(float(i + 1), {}, dropped=i in dropped) for i in range(count)]
+
+
+def plan(rows: int, leaf_size: int, seed: int = 3, step: int = 1) -> LeafPlan:
+    return LeafPlan.draw(torch.ones(rows, dtype=torch.int64), FsdpConfig(leaf_size=leaf_size), seed, step)
 
 
 def test_truncation_comes_from_the_finish_reason_never_from_the_padded_width():
@@ -77,7 +84,7 @@ def test_another_number_of_scores_is_refused():
 def test_pasting_undoes_cutting():
     episodes = [episode(i, 0, [9] * (1 + i % 3), list(range(1, 2 + i))) for i in range(8)]
     tokens = Experience.from_episodes(episodes, scores(8), pad_id=0).tokens
-    plan = LeafPlan.draw(8, leaf_size=2, run_seed=3, step=1)
+    plan = LeafPlan.draw(tokens.lengths, FsdpConfig(leaf_size=2), run_seed=3, step=1)
     leaves = plan.cut(tokens)
     assert [len(leaf) for leaf in leaves] == [2, 2, 2, 2]
     width = tokens.input_ids.shape[1]
@@ -85,13 +92,13 @@ def test_pasting_undoes_cutting():
 
 
 def test_every_leaf_size_deals_the_same_row_order_so_roles_agree():
-    small, large = LeafPlan.draw(8, 2, 3, 1), LeafPlan.draw(8, 4, 3, 1)
+    small, large = plan(8, 2), plan(8, 4)
     assert torch.equal(torch.cat(small.rows), torch.cat(large.rows))
 
 
 def test_the_plan_is_a_function_of_seed_and_step():
     def rows(seed: int, step: int) -> list[int]:
-        return torch.cat(LeafPlan.draw(64, 8, seed, step).rows).tolist()
+        return torch.cat(plan(64, 8, seed, step).rows).tolist()
 
     assert rows(3, 1) == rows(3, 1)
     assert rows(3, 1) != rows(4, 1)
@@ -99,19 +106,36 @@ def test_the_plan_is_a_function_of_seed_and_step():
 
 
 def test_an_epoch_visits_every_leaf_once_in_an_order_of_its_own():
-    plan = LeafPlan.draw(64, 4, 3, 1)
-    first, second = plan.epoch(4, 3, "actor", 1, 0), plan.epoch(4, 3, "actor", 1, 1)
-    assert sorted(sum(first, [])) == list(range(16)) == sorted(sum(second, []))
+    leaves = plan(64, 4)
+    first, second = leaves.epoch(16, 3, "actor", 1, 0), leaves.epoch(16, 3, "actor", 1, 1)
+    assert sorted(chain.from_iterable(first)) == list(range(16)) == sorted(chain.from_iterable(second))
     assert first != second
     assert [len(batch) for batch in first] == [4, 4, 4, 4]
 
 
 def test_leaves_that_do_not_divide_the_batch_are_refused():
     with pytest.raises(ValueError, match="10 sequences can't be cut into leaves of 4"):
-        LeafPlan.draw(10, 4, 0, 1)
+        plan(10, 4)
 
 
 def test_an_all_masked_mini_batch_has_totals_of_one_so_its_loss_is_zero_not_nan():
     tokens = Experience.from_episodes([episode(0, 0, [9], [1])], scores(1, dropped=(0,)), pad_id=0).tokens
     totals = loss_totals([tokens], max_response_tokens=4)
     assert (totals.tokens, totals.sequences) == (1, 1)
+
+
+def test_buckets_put_rows_of_similar_length_into_one_leaf():
+    lengths = torch.tensor([9, 1, 5, 2, 9, 1, 5, 2])
+    leaves = LeafPlan.draw(lengths, FsdpConfig(leaf_size=2), 3, 1, bucket_by_length=True)
+    assert [lengths[rows].tolist() for rows in leaves.rows] == [[1, 1], [2, 2], [5, 5], [9, 9]]
+
+
+def test_a_token_budget_bounds_the_padded_size_of_a_leaf_and_loses_no_row():
+    lengths = torch.tensor([3, 8, 2, 2, 7, 1, 4, 20])
+    leaves = LeafPlan.draw(lengths, FsdpConfig(leaf_tokens=16), 3, 1)
+    assert sorted(torch.cat(leaves.rows).tolist()) == list(range(8))
+    for rows in leaves.rows:
+        assert len(rows) * int(lengths[rows].max()) <= 16 or len(rows) == 1
+    epoch = leaves.epoch(4, 3, "actor", 1, 0)
+    assert sorted(chain.from_iterable(epoch)) == list(range(len(leaves.rows)))
+    assert all(sum(len(leaves.rows[i]) for i in batch) >= 4 for batch in epoch[:-1])
