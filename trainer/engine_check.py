@@ -92,6 +92,8 @@ def check_engines(config: Config, rollout: WorkerGroup, reward: WorkerGroup | No
     Raises:
         EngineCheckError: names the engines, the first differing request and token, and the ways out.
     """
+    for group in filter(None, (rollout, reward)):
+        group.run("facts")  # engines may still be starting, and waiting for them is not the check's time
     start = time.perf_counter()
     requests = burst(vocabulary(config.model.path), context, SHORT)
     found = first_difference(rollout_trials(rollout, requests, short_plans(len(requests))))
