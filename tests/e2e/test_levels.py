@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from tests.e2e import runs
+from trainer.cli import main
 
 pytestmark = pytest.mark.timeout(580)
 
@@ -94,3 +97,45 @@ def test_a_run_directory_keeps_its_contract(reference):
         assert (reference / name).is_file()
     for name in ("episodes", "checkpoints", "logs", "wandb"):
         assert any((reference / name).iterdir()), name
+
+
+@pytest.mark.slow
+def test_four_ranks_and_four_replicas_keep_the_bits_of_bf16_two_epochs_and_an_adaptive_kl(tmp_path):
+    settings = (
+        *("actor.fsdp.precision=bf16", "critic.fsdp.precision=bf16", "ref.fsdp.precision=bf16", "actor.ppo_epochs=2"),
+        *("critic.ppo_epochs=2", "algorithm.kl.controller=adaptive", "algorithm.kl.target=0.1", "tracking=disabled"),
+    )
+    one = runs.train(tmp_path / "one", *settings, launcher="torchrun", ranks=1)
+    four = runs.train(tmp_path / "four", *settings, "rollout.replicas=4", launcher="torchrun", ranks=4)
+    runs.assert_same(one, four)
+
+
+def test_replay_runs_one_step_again_and_finds_a_changed_digest(reference):
+    command = [sys.executable, "-m", "trainer.cli", "replay", str(reference), "--step", "2"]
+    done = subprocess.run(
+        [*command, "--stop-before", "actor_update"],
+        input="p 'sequences', len(experience)\nc\n",
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "('sequences', 16)" in done.stdout
+    assert "SAME: replayed to step 2 from the checkpoint of step 1" in done.stdout
+    ledger = reference / "ledger.jsonl"
+    text = ledger.read_text()
+    digest = runs.ledger(reference)[2]["phases"]["advantages"]
+    try:
+        ledger.write_text(text.replace(digest, "0" * 32))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    finally:
+        ledger.write_text(text)
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "step 2, phase advantages" in done.stderr
+
+
+def test_resuming_another_experiment_is_refused_by_name(reference, capsys):
+    code = main(["train", *runs.MICRO[:1], f"run.dir={reference}", "run.resume=auto", "algorithm.advantage.lam=0.5"])
+    assert code == 2
+    assert "algorithm.advantage.lam: 0.95 in the run, 0.5 now" in capsys.readouterr().err
