@@ -456,8 +456,28 @@ def _start_ray(address: str | None, num_cpus: int | None) -> bool:
             raise ResourceError(f"launcher.ray_address={address}: no Ray cluster answers there ({error})") from error
     else:
         # "local": a cluster that RAY_ADDRESS names is joined only when launcher.ray_address says so.
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+        _start_local({"address": "local", "num_cpus": num_cpus, "include_dashboard": False, **quiet})
     return True
+
+
+def _start_local(options: dict[str, Any]) -> None:
+    """`ray.init`, tried once more when Ray gave up on its own start.
+
+    Ray 2.60 allows its node process 30 s to report, a number nobody can set; a machine that is busy with something else needs longer.
+    """
+    import ray
+
+    me = psutil.Process()
+    before = set(me.children(recursive=True))
+    try:
+        ray.init(**options)
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        log.warning("Ray was not up after 30 s (is this machine busy?); trying once more")
+        ray.shutdown()
+        end_processes([process for process in me.children(recursive=True) if process not in before], patience_s=0.0)
+        ray.init(**options)
 
 
 def _stop_ray() -> None:

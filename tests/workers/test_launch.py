@@ -18,6 +18,8 @@ import pytest
 from configs.schema import LauncherConfig
 from workers.launch import LaunchError, SignalWatch, choose_launcher
 
+SECONDS = 25
+"""Until everything has ended: the deadline of 10 s, and room for a busy test machine."""
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 STARTS = {
@@ -151,7 +153,7 @@ def test_a_signal_ends_every_process_within_seconds(start, tmp_path, launcher, s
     process.send_signal(signum)
     assert ended(process, 30) not in (0, None), (tmp_path / "output").read_text()
     assert alive(pids, 2.0) == []
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < SECONDS
 
 
 def test_a_rank_that_fails_ends_the_job_with_its_traceback(start, tmp_path):
@@ -160,7 +162,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_traceback(start, tmp_path):
         time.sleep(0.05)
     began = time.monotonic()
     assert ended(process, 30) not in (0, None), (tmp_path / "output").read_text()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < SECONDS
     output = (tmp_path / "output").read_text()
     assert "ValueError: the last rank fails" in output
     assert "trainer-1" in output
