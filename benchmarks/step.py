@@ -77,24 +77,12 @@ class PeakMemory:
         return self.peak / 2**30
 
 
-def train(run: Path, steps: int, overrides: Sequence[str]) -> float:
-    """Run the tiny default; peak memory of all its processes in GiB."""
+def run_training(run: Path, steps: int, overrides: Sequence[str]) -> float:
+    """A run without validation, checkpoints and tracker; peak memory of all its processes in GiB."""
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "trainer.main_ppo",
-            "experiment=tiny_ppo",
-            "full_determinism=true",
-            "tracking=disabled",
-        ),
-        *(
-            f"run.dir={run}",
-            f"trainer.total_steps={steps}",
-            "trainer.validate_every=0",
-            "trainer.validate_at_start=false",
-        ),
-        *("trainer.checkpoint_every=0", "trainer.checkpoint_at_end=false", *overrides),
+        *(sys.executable, "-m", "trainer.main_ppo", *overrides, "tracking=disabled", f"run.dir={run}"),
+        *(f"trainer.total_steps={steps}", "trainer.validate_every=0", "trainer.validate_at_start=false"),
+        *("trainer.checkpoint_every=0", "trainer.checkpoint_at_end=false"),
     ]
     process = subprocess.Popen(command)
     memory = PeakMemory(process.pid)
@@ -198,7 +186,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        memory = train(run, args.steps, args.overrides)
+        memory = run_training(run, args.steps, ["experiment=tiny_ppo", "full_determinism=true", *args.overrides])
         result = summarise(run, args.steps, memory)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
