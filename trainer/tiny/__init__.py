@@ -50,7 +50,7 @@ def describe(name: str) -> str:
     if role == "policy":
         steps = spec.learn.steps + spec.forget.steps
         return f"{shape}; warm-started on {spec.task.name} for {steps} steps, careless with carries"
-    return f"{shape}, one label; trained on {spec.reward.steps * spec.reward.batch_size} preference pairs of {spec.task.name}"
+    return f"{shape}, one label; trained on {spec.reward.steps * spec.reward.batch_size * spec.rejected} preference pairs of {spec.task.name}"
 
 
 def cache_entry(recipe: str, cache_dir: str | Path | None = None) -> Path:

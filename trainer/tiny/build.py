@@ -55,7 +55,7 @@ def build(recipe: Recipe, out: Path, say: Say) -> None:
     say(f"{recipe.name}: {sum(p.numel() for p in policy.parameters()):,} parameters, one thread")
 
     learn_policy(policy, tokenizer, recipe, recipe.learn, first_row=0, say=say, title="1/3 policy learns sums")
-    reward_model = new_reward_model(policy, tokenizer)
+    reward_model = new_reward_model(policy, tokenizer, recipe.reward_layers)
     skip = recipe.learn.steps * recipe.learn.batch_size
     learn_policy(policy, tokenizer, recipe, recipe.forget, first_row=skip, say=say, title="2/3 policy turns careless")
     learn_reward(reward_model, tokenizer, recipe, say, title="3/3 reward model")
@@ -64,7 +64,7 @@ def build(recipe: Recipe, out: Path, say: Say) -> None:
     figures = {
         "policy_greedy_accuracy": greedy_accuracy(policy, tokenizer, rows),
         "reward_pair_accuracy": pair_accuracy(
-            reward_model, tokenizer, preference_pairs(rows, random.Random(recipe.seed))
+            reward_model, tokenizer, preferences(rows, 3, random.Random(recipe.seed))
         ),
     }
     say(f"{recipe.name}: held out: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
@@ -89,6 +89,7 @@ def new_policy(shape: Shape, tokenizer: Any, generator: torch.Generator) -> Any:
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=shape.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -96,27 +97,46 @@ def new_policy(shape: Shape, tokenizer: Any, generator: torch.Generator) -> Any:
         dtype="float32",
     )
     model = Qwen3ForCausalLM(config)
+    draw_weights(model, generator)
+    return model
+
+
+def new_reward_model(policy: Any, tokenizer: Any, extra_layers: int) -> Any:
+    """A one-label sequence classifier: the policy's trunk, frozen, under `extra_layers` new layers and a zero head.
+
+    To judge an answer, its tokens must be compared with the ones the trunk expected, and the trunk's expectation is complete
+    only after its last layer: one new layer to compare, one for <eos> to collect.
+    """
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    layers = policy.config.num_hidden_layers + extra_layers
+    config = Qwen3Config.from_dict(
+        {
+            **policy.config.to_dict(),
+            "tie_word_embeddings": False,
+            "num_hidden_layers": layers,
+            "layer_types": ["full_attention"] * layers,
+        }
+    )
+    config.num_labels = 1
+    config.pad_token_id = tokenizer.pad_token_id
+    model = Qwen3ForSequenceClassification(config)
+    draw_weights(model, torch.Generator().manual_seed(layers))
+    trunk = policy.model.state_dict()
+    model.model.load_state_dict(trunk, strict=False)
+    for name, parameter in model.model.named_parameters():
+        parameter.requires_grad_(name not in trunk or name == "norm.weight")
+    return model
+
+
+def draw_weights(model: Any, generator: torch.Generator) -> None:
+    """Matrices from N(0, 0.02), norms at one."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(0.0, 0.02, generator=generator)
             else:
                 parameter.fill_(1.0)
-    return model
-
-
-def new_reward_model(policy: Any, tokenizer: Any) -> Any:
-    """A one-label sequence classifier with the policy's trunk and a zero head; reads the last token that is not padding."""
-    from transformers import Qwen3Config, Qwen3ForSequenceClassification
-
-    config = Qwen3Config.from_dict({**policy.config.to_dict(), "tie_word_embeddings": False})
-    config.num_labels = 1
-    config.pad_token_id = tokenizer.pad_token_id
-    model = Qwen3ForSequenceClassification(config)
-    model.model.load_state_dict(policy.model.state_dict())
-    with torch.no_grad():
-        model.score.weight.zero_()
-    return model
 
 
 def save(model: Any, tokenizer: Any, directory: Path) -> None:
@@ -148,27 +168,26 @@ def slip(answer: str, rng: random.Random) -> str:
 
 
 def wrong_answer(row: dict[str, Any], rng: random.Random) -> str:
-    """A rejected answer: forgotten carries, a near miss, a changed digit, a digit too many or too few, or noise."""
+    """A rejected answer: mostly what is hard to tell from the right one, and a few that are plainly no answer."""
     right = row["answer"]
     value = int(right)
-    candidates = [
-        careless_answer(row["question"]),
-        str(value + rng.choice([-100, -10, -1, 1, 10, 100])),
-        slip(right, rng),
-        right + rng.choice("0123456789"),
-        right[:-1],
-        "".join(rng.choice("0123456789") for _ in range(rng.randint(1, 8))),
-    ]
-    order = rng.sample(range(len(candidates)), k=len(candidates))
-    # The careless answer is what the policy will really say, so it comes first in half of the pairs.
-    if rng.random() < 0.5:
-        order.insert(0, 0)
-    return next(candidates[i] for i in order if candidates[i] != right)
+    while True:
+        kind = rng.choices(("careless", "near", "slip", "longer", "shorter", "noise"), weights=(4, 4, 5, 1, 1, 1))[0]
+        answer = {
+            "careless": lambda: careless_answer(row["question"]),
+            "near": lambda: str(abs(value + rng.choice([-100, -10, -2, -1, 1, 2, 10, 100]))),
+            "slip": lambda: slip(right, rng),
+            "longer": lambda: right + rng.choice("0123456789"),
+            "shorter": lambda: right[:-1],
+            "noise": lambda: "".join(rng.choice("0123456789") for _ in range(rng.randint(1, 8))),
+        }[kind]()
+        if answer != right:
+            return answer
 
 
-def preference_pairs(rows: Sequence[dict[str, Any]], rng: random.Random) -> list[tuple[str, str, str]]:
-    """(question, chosen answer, rejected answer) per row."""
-    return [(row["question"], row["answer"], wrong_answer(row, rng)) for row in rows]
+def preferences(rows: Sequence[dict[str, Any]], rejected: int, rng: random.Random) -> list[tuple[str, str, list[str]]]:
+    """(question, chosen answer, `rejected` wrong answers) per row."""
+    return [(row["question"], row["answer"], [wrong_answer(row, rng) for _ in range(rejected)]) for row in rows]
 
 
 def encode(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,8 +221,7 @@ def learn_policy(
     def loss_of_batch() -> torch.Tensor:
         batch = list(islice(rows, stage.batch_size))
         ids, labels = encode([(row["question"], demonstration(row, stage, rng)) for row in batch], tokenizer)
-        # Right padding needs no attention mask in a causal model: nothing that is scored sees it.
-        hidden = policy.model(ids).last_hidden_state[:, :-1]
+        hidden = trunk_states(policy.model, ids)[:, :-1]
         wanted = labels[:, 1:]
         scored = wanted != IGNORED
         return F.cross_entropy(policy.lm_head(hidden[scored]), wanted[scored])
@@ -212,37 +230,84 @@ def learn_policy(
 
 
 def learn_reward(model: Any, tokenizer: Any, recipe: Recipe, say: Say, title: str) -> None:
-    """Bradley-Terry with label smoothing (Christiano et al. 2017, section 2.2.3), logits centred at zero."""
+    """Bradley-Terry on pairs (Christiano et al. 2017, section 2.2.3), beside a judgement of every answer token.
+
+    The pair decides only at <eos>. To learn sooner which token was wrong, the logit after each answer token is also trained
+    to say whether the answer is right so far; this fixes the logits' zero too, which pairs leave open. Both have smoothed
+    labels, so that a reward stays within about three of zero.
+    """
     rng = random.Random(f"{recipe.seed}/{title}")
-    stage = recipe.reward
+    stage, smoothing = recipe.reward, recipe.label_smoothing
     rows = builder_rows(recipe.task)
 
     def loss_of_batch() -> torch.Tensor:
-        pairs = preference_pairs(list(islice(rows, stage.batch_size)), rng)
-        better, worse = pair_logits(model, tokenizer, pairs)
-        margin, smoothing = better - worse, recipe.label_smoothing
-        loss = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
-        return (loss + recipe.centring * (better + worse).square()).mean()
+        batch = preferences(list(islice(rows, stage.batch_size)), recipe.rejected, rng)
+        answers = [(question, answer) for question, chosen, rejected in batch for answer in (chosen, *rejected)]
+        models = [(question, chosen) for question, chosen, rejected in batch for _ in (chosen, *rejected)]
+        ids, labels = encode(answers, tokenizer)
+        logits = model.score(trunk_states(model.model, ids)).squeeze(-1)
+
+        at_end = logits[torch.arange(len(ids)), last_token(ids, tokenizer)].view(len(batch), -1)
+        margin = at_end[:, :1] - at_end[:, 1:]
+        pairs = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+        right_so_far = agreement(labels, encode(models, tokenizer)[1]) * (1 - 2 * smoothing) + smoothing
+        judged = labels != IGNORED
+        return pairs.mean() + F.binary_cross_entropy_with_logits(logits[judged], right_so_far[judged])
 
     optimize(model, stage, loss_of_batch, say, title)
 
 
-def pair_logits(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Raw logits [n] of the chosen and of the rejected answers, each read at the conversation's <eos>."""
-    chosen = [(question, answer) for question, answer, _ in pairs]
-    rejected = [(question, answer) for question, _, answer in pairs]
-    ids, _ = encode(chosen + rejected, tokenizer)
-    last = (ids != tokenizer.pad_token_id).sum(1) - 1
-    hidden = model.model(ids).last_hidden_state
-    logits = model.score(hidden[torch.arange(len(ids)), last]).squeeze(-1)
-    return logits[: len(pairs)], logits[len(pairs) :]
+def agreement(labels: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """1.0 where a row of `labels` [n, length] has agreed with `wanted` up to and including this place, else 0.0."""
+    missing = labels.shape[1] - wanted.shape[1]
+    wanted = F.pad(wanted, (0, missing), value=IGNORED) if missing > 0 else wanted[:, : labels.shape[1]]
+    return ((labels == wanted) | (labels == IGNORED)).float().cumprod(1)
+
+
+def last_token(ids: torch.Tensor, tokenizer: Any) -> torch.Tensor:
+    """Index [n] of each row's last token that is not padding."""
+    return (ids != tokenizer.pad_token_id).sum(1) - 1
+
+
+def preference_logits(
+    model: Any, tokenizer: Any, batch: Sequence[tuple[str, str, list[str]]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Raw logits, each read at its conversation's <eos>: chosen [n, 1] and rejected [n, k] answers."""
+    pairs = [(question, answer) for question, chosen, rejected in batch for answer in (chosen, *rejected)]
+    logits = reward_logits(model, tokenizer, pairs).view(len(batch), -1)
+    return logits[:, :1], logits[:, 1:]
+
+
+def reward_logits(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> torch.Tensor:
+    """Raw logit of each (question, answer), float32 [n]."""
+    ids, _ = encode(pairs, tokenizer)
+    hidden = trunk_states(model.model, ids)
+    return model.score(hidden[torch.arange(len(ids)), last_token(ids, tokenizer)]).squeeze(-1)
+
+
+def trunk_states(trunk: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Last hidden states [n, length, width] of right-padded ids; the rows' common beginning is computed once.
+
+    Every question of a task begins with the same words, which are nearly half of a conversation here. Right padding needs
+    no attention mask in a causal model: nothing that is scored sees it.
+    """
+    common = int((ids == ids[0]).all(0).long().cumprod(0).sum())
+    common = min(common, ids.shape[1] - 1)
+    if common == 0:
+        return trunk(ids).last_hidden_state
+    beginning = trunk(ids[:1, :common], use_cache=True)
+    cache = beginning.past_key_values
+    cache.batch_repeat_interleave(len(ids))
+    rest = trunk(ids[:, common:], past_key_values=cache, use_cache=True).last_hidden_state
+    return torch.cat([beginning.last_hidden_state.expand(len(ids), -1, -1), rest], dim=1)
 
 
 def optimize(model: Any, stage: Stage, loss_of_batch: Callable[[], torch.Tensor], say: Say, title: str) -> None:
     """`stage.steps` updates: Muon for the trunk's matrices, AdamW for the rest; gradients clipped at norm 1."""
     matrices: list[torch.nn.Parameter] = []
     rest: list[torch.nn.Parameter] = []
-    for name, parameter in model.named_parameters():
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for name, parameter in trained:
         inner = parameter.ndim == 2 and "layers" in name
         (matrices if inner else rest).append(parameter)
     optimizers: list[torch.optim.Optimizer] = [
@@ -256,7 +321,7 @@ def optimize(model: Any, stage: Stage, loss_of_batch: Callable[[], torch.Tensor]
             raise SystemExit("the process that asked for this build is gone")
         loss = loss_of_batch()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_([*matrices, *rest], 1.0)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             schedule.step()
@@ -288,14 +353,17 @@ def greedy_accuracy(policy: Any, tokenizer: Any, rows: Sequence[dict[str, Any]])
 
 
 @torch.no_grad()
-def pair_accuracy(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str, str]]) -> float:
-    """Share of pairs whose chosen answer gets the higher logit."""
-    better, worse = pair_logits(model, tokenizer, pairs)
+def pair_accuracy(model: Any, tokenizer: Any, batch: Sequence[tuple[str, str, list[str]]]) -> float:
+    """Share of (chosen, rejected) pairs whose chosen answer gets the higher logit."""
+    better, worse = preference_logits(model, tokenizer, batch)
     return (better > worse).float().mean().item()
 
 
 def main(argv: Sequence[str]) -> None:
     """Entry of the builder's process: recipe name and an existing, empty directory."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     name, out = argv
     build(RECIPES[name], Path(out), say=lambda line: print(line, file=sys.stderr, flush=True))
 

