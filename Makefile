@@ -5,7 +5,7 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test check lint types format golden bench docs clean
+.PHONY: help install quickstart test test-fast test-long check lint types format golden bench docs clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed-$(ACCEL)
 PYTEST_ARGS ?=
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 install: $(STAMP) ## Install into .venv (ACCEL=cpu or cuda, detected)
 
@@ -62,7 +62,13 @@ format: install ## Format the code
 	@$(BIN)/ruff format .
 
 test: check ## Everything that must hold: linter, types, unit tests, end-to-end tests on the real engines
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
+
+test-fast: check ## Without the tests of a minute or more
+	@$(BIN)/python -m pytest -m "not slow and not long" $(PYTEST_ARGS)
+
+test-long: install ## The tests of many minutes alone (twenty kills, three seeds of learning)
+	@$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 golden: install ## Renew the golden ledger of this numerics environment (after a change that is meant to move bits)
 	@$(BIN)/python -m tests.e2e.golden

@@ -15,6 +15,7 @@ from determinism.runs import load_run
 
 MICRO = ("experiment=micro", "full_determinism=true", "trainer.validate_every=2", "trainer.validate_at_start=true")
 LAUNCHERS = {
+    "python": (sys.executable, "-m", "trainer.main_ppo"),  # one rank without Ray: the quickest start
     "ray": (sys.executable, "-m", "trainer.main_ppo"),
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node={ranks}", "-m", "trainer.main_ppo"),
     "accelerate": (
@@ -28,7 +29,17 @@ def command(run_dir: Path, overrides: Sequence[str], launcher: str, ranks: int) 
     """The command line of a run."""
     words = [word.format(ranks=ranks) for word in LAUNCHERS[launcher]]
     name = "ray" if launcher == "ray" else "torchrun"
-    return [*words, *MICRO, f"run.dir={run_dir}", f"launcher.name={name}", f"launcher.num_ranks={ranks}", *overrides]
+    # W&B's start costs seconds; the reference run on Ray has it.
+    tracker = () if launcher == "ray" else ("tracking.wandb_mode=disabled",)
+    return [
+        *words,
+        *MICRO,
+        *tracker,
+        f"run.dir={run_dir}",
+        f"launcher.name={name}",
+        f"launcher.num_ranks={ranks}",
+        *overrides,
+    ]
 
 
 def start(

@@ -25,6 +25,7 @@ def evaluate(out: Path, *overrides: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_an_evaluation_repeats_bit_for_bit_and_is_the_validation_before_training(reference, tmp_path):
     printed = evaluate(tmp_path / "one")
     evaluate(tmp_path / "two", "rollout.replicas=2", "reward.model.replicas=2")

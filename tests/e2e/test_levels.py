@@ -31,12 +31,13 @@ def test_d2_to_d4_torchrun_with_two_ranks_two_replicas_and_other_engine_settings
     runs.assert_same(reference, other)
 
 
+@pytest.mark.slow
 def test_d2_accelerate_launch_is_a_third_launcher(reference, tmp_path):
     runs.assert_same(reference, runs.train(tmp_path / "accelerate", launcher="accelerate", ranks=1))
 
 
 def test_another_seed_gives_other_bits_so_the_comparison_can_fail(reference, tmp_path):
-    other = runs.train(tmp_path / "seed", "seed=1", "trainer.total_steps=1", "ledger.record=full")
+    other = runs.train(tmp_path / "seed", "seed=1", "trainer.total_steps=1", launcher="python")
     result = runs.compared(reference, other)
     assert not result.same
     assert "config.seed" in [difference.field for difference in result.fields]
@@ -55,7 +56,7 @@ def wait_for(path, present: float = 240.0):
 
 def test_d5_killed_after_the_first_checkpoint_and_resumed_with_two_ranks(reference, tmp_path):
     run = tmp_path / "killed"
-    process = runs.start(run)
+    process = runs.start(run, launcher="python")
     wait_for(run / "checkpoints" / "step_000001" / "COMPLETE")
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -110,6 +111,7 @@ def test_four_ranks_and_four_replicas_keep_the_bits_of_bf16_two_epochs_and_an_ad
     runs.assert_same(one, four)
 
 
+@pytest.mark.slow
 def test_replay_runs_one_step_again_and_finds_a_changed_digest(reference):
     command = [sys.executable, "-m", "trainer.cli", "replay", str(reference), "--step", "2"]
     done = subprocess.run(

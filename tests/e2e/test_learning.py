@@ -1,0 +1,29 @@
+"""PPO learns: held-out accuracy of the tiny model rises by at least 20 points over its warm start."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e import runs
+
+ACCURACY = "val/reward/correct/mean"
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(s, marks=pytest.mark.long) for s in (1, 2))]
+)
+@pytest.mark.timeout(1200)
+def test_ppo_raises_held_out_accuracy_by_twenty_points(tmp_path, seed):
+    run = tmp_path / "run"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "trainer.main_ppo"),
+        *("experiment=tiny_ppo", "full_determinism=true", f"seed={seed}", f"run.dir={run}", "tracking=disabled"),
+        *("trainer.total_steps=30", "trainer.validate_every=15", "launcher.name=torchrun"),
+    ]
+    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=1100, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    accuracy = [row[ACCURACY] for row in runs.metrics(run) if ACCURACY in row]
+    assert accuracy[0] < 0.75, "the warm start is not mediocre"
+    assert accuracy[-1] >= accuracy[0] + 0.20, accuracy

@@ -1,0 +1,24 @@
+"""A real chat model: three PPO steps of SmolLM2-135M with a verifier's reward and the KL to the reference."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e import runs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_three_steps_on_smollm2(tmp_path):
+    run = tmp_path / "run"
+    command = [
+        *(sys.executable, "-m", "trainer.main_ppo", "experiment=smollm2", "launcher.name=torchrun"),
+        *(f"run.dir={run}", "tracking=disabled"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1400, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    steps = runs.metrics(run)
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert all(row["actor/grad_norm"] > 0 and row["actor/ref_kl"] == row["actor/ref_kl"] for row in steps)
+    assert steps[0]["actor/ref_kl"] == pytest.approx(0.0, abs=1e-4)  # the policy starts as the reference
