@@ -8,8 +8,10 @@ Everything that can be wrong with the config, the data, the models or the machin
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -77,12 +79,16 @@ def session(config: Config) -> Iterator[Session]:
     run_directory = RunDirectory(config.run.dir)
     if not launched_by_torchrun():  # under torchrun the first rank to get here would make the directory look used
         run_directory.check(config.run.resume)
-    inputs = load_inputs(config)
+    first = os.environ.get("RANK", "0") == "0"
+    with ThreadPoolExecutor(1) as aside:
+        # In a process of its own anyway, so it need not wait for the data.
+        functions = aside.submit(check_functions, config.reward.functions if first else [])
+        inputs = load_inputs(config)
     check_resources(config)
     with ExitStack() as stack:
         launcher = make_launcher(config, run_directory.path)
         stack.callback(launcher.close)
-        launcher.on_main(lambda: check_functions(config.reward.functions))
+        launcher.on_main(functions.result)
         yield Session(config, launcher, run_directory, inputs, stack)
 
 
