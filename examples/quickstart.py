@@ -1,6 +1,6 @@
 """Train the tiny model with PPO twice under full determinism, compare the runs bit by bit, and plot the reward.
 
-    python examples/quickstart.py [--steps 30] [--out runs/quickstart] [--launcher ray]
+    python examples/quickstart.py [--steps 20] [--out runs/quickstart] [--launcher ray]
 
 Each run is a process of its own (`exactrl train ...`), exactly what you would type yourself.
 """
@@ -46,7 +46,7 @@ def report(run: Path) -> None:
 def main() -> int:
     """Build, train twice, compare, plot; exit code 0 when the two runs agree in every bit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="PPO steps of each run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="PPO steps of each run (default: %(default)s)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/quickstart"), help="where the runs go (default: %(default)s)"
     )
