@@ -110,11 +110,22 @@ def _find(spec: str) -> Callable[..., Any]:
         raise FunctionError(
             f"reward function {spec!r} is not built in ({', '.join(BUILT_IN)}); name your own as package.module:function or path/to/file.py:function"
         )
-    module = _module_of_file(Path(place), spec) if place.endswith(".py") else importlib.import_module(place)
+    module = _module_of_file(Path(place), spec) if place.endswith(".py") else _module_of_name(place, spec)
     function = functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), module)
     if not callable(function):
         raise FunctionError(f"reward function {spec!r}: {place} has no function {name!r}")
     return function
+
+
+def _module_of_name(name: str, spec: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports is not, and its traceback says what
+        raise FunctionError(
+            f"reward function {spec!r}: there is no module {error.name!r}; it must be importable from where the run starts"
+        ) from error
 
 
 def _module_of_file(path: Path, spec: str) -> Any:

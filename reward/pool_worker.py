@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from reward.functions import BATCHED, LARGEST_REWARD, LoadedFunction, load_function
+from reward.functions import BATCHED, LARGEST_REWARD, FunctionError, LoadedFunction, load_function
 from workers.child import die_with_parent, start_guard
 
 Outcome = list[float | tuple[str, str]]
@@ -74,7 +74,9 @@ class _Server:
             try:
                 functions.append((load_function(config.function, config.params), config.timeout_s))
             except BaseException as error:  # a module may do anything while it is imported, exit included
-                self.connection.send(("unusable", config.name, _describe(error)))
+                # Our own errors say it all in their line; a module of the user's that breaks shows where.
+                text = str(error) if isinstance(error, FunctionError) else _describe(error)
+                self.connection.send(("unusable", config.name, text))
                 return None
         self.connection.send(("ready", [(f.wanted, f.batched, f.is_async) for f, _ in functions]))
         return functions
