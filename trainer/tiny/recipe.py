@@ -71,8 +71,8 @@ class Shape:
     head_dim: int = 32
     max_positions: int = 512
     rope_theta: float = 100.0
-    """Base of the rotary positions. 100 still tells 512 positions apart (its slowest wave is 600 long), and with the usual
-    10,000 most of the waves stand still over a prompt of 20 characters: the carries took a third more steps to learn."""
+    """Base of the rotary positions. 100 still tells 512 positions apart (its slowest wave is some 500 long); with the usual
+    10,000 most waves stand still over a prompt of 20 characters, and one trial learned the carries later."""
 
 
 @dataclass(frozen=True)
