@@ -62,7 +62,9 @@ def test_the_converted_model_knows_the_capital_of_france(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert not hasattr(model.config, "quantization_config")
     tokenizer = AutoTokenizer.from_pretrained(out)
-    message = [{"role": "user", "content": "The capital of France is"}]
-    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = model.generate(**prompt, do_sample=False, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
-    assert "Paris" in tokenizer.decode(ids)
+    message = [{"role": "user", "content": "What is the capital of France?"}]
+    chat = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    for text, answer in ((chat, "The capital of France is Paris.<|im_end|>"), ("The capital of France is", " Paris.")):
+        prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        ids = model.generate(**prompt, do_sample=False, max_new_tokens=12)[0, prompt["input_ids"].shape[1] :]
+        assert tokenizer.decode(ids).startswith(answer)
