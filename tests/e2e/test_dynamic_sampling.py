@@ -12,7 +12,7 @@ OVERRIDES = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(580)
 def test_which_groups_are_replaced_does_not_depend_on_replicas(tmp_path):
     one = runs.train(tmp_path / "one", *OVERRIDES, launcher="torchrun")

@@ -80,7 +80,7 @@ def test_custom_advantage_subtracts_the_median_of_the_group(monkeypatch):
     assert outputs.advantages[:, 0].tolist() == [-1.0, 0.0, 8.0, 0.0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_smollm2_lora_trains_adapters_on_a_real_model(tmp_path):
     metrics = train("smollm2_lora", tmp_path / "run", *LORA)
     assert metrics["actor/grad_norm"] >= 0.0

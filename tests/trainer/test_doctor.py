@@ -157,7 +157,7 @@ def test_a_run_that_fails_is_a_finding_with_the_end_of_its_output(tmp_path):
     assert "nowhere" in result.findings[0].detail
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(580)
 def test_the_doctor_says_which_levels_hold_here(tmp_path: Path):
     """Three short runs of the micro models."""
