@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-ACCURACY = "val/reward/correct/mean"
+ACCURACY = "val/sums_heldout/pass@1"
 SCORE = "critic/score/mean"
 
 

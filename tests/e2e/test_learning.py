@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e import runs
 
-ACCURACY = "val/reward/correct/mean"
+ACCURACY = "val/sums_heldout/pass@1"
 
 
 @pytest.mark.parametrize(
