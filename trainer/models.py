@@ -80,6 +80,11 @@ class Models:
         """Digests of weights and optimizer states, the same for any sharding."""
         return self.group.run("digests")[0]
 
+    def whole_weights(self, roles: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        """Raw weights of the trained roles, by ledger phase (`actor_weights`) and parameter name."""
+        trained = [role for role in roles if role != "ref"]
+        return {f"{role}_weights": self.group.run("whole_weights", role=role)[0] for role in trained}
+
     def _on_leaves(self, method: str, leaves: Sequence[TokenBatch], **common: Any) -> list[Any]:
         return undeal(self.group.run(method, deal(leaves, self.group.size), **common))
 

@@ -356,9 +356,11 @@ class PPO:
         self.parts.record.episodes(step, episodes, scores)
 
     def record_weights(self) -> None:
-        """Ledger entries of what the updates made."""
+        """Ledger entries of what the updates made; a full record keeps the weights themselves too."""
+        full = self.config.ledger.record == "full"
+        tensors = self.parts.models.whole_weights(self.parts.roles) if full else {}
         for phase, digest in self.parts.models.digests().items():
-            self.parts.ledger.add_digest(phase, digest)
+            self.parts.ledger.add_digest(phase, digest, tensors.get(phase))
 
     def save(self) -> None:
         """Write a checkpoint of everything that the next step depends on."""

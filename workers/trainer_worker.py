@@ -119,6 +119,10 @@ class TrainerWorker:
             raise ValueError("export_weights: this trainer has no actor")
         return self._whole(self.actor, everywhere)
 
+    def whole_weights(self, role: str) -> dict[str, Tensor] | None:
+        """Like `export_weights` for any role, on rank 0 only: the raw values of a full ledger."""
+        return self._whole(self.trained[role])
+
     def digests(self) -> dict[str, str]:
         """Ledger phase -> digest of the trained weights and of the optimizer state; the same for any sharding."""
         result: dict[str, str] = {}

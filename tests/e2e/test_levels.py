@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from safetensors import safe_open
 
 from tests.e2e import runs
 from trainer.cli import main
@@ -92,6 +93,12 @@ def test_every_phase_of_a_step_is_in_the_ledger(reference):
         *("actor_weights", "actor_optimizer", "critic_weights", "critic_optimizer"),
     )
     assert set(expected) <= set(record["phases"])
+
+
+def test_a_full_record_holds_samples_and_parameters(reference):
+    with safe_open(reference / "ledger" / "step_000001.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    assert {"advantages", "actor_weights/model.embed_tokens.weight", "critic_weights/score.weight"} <= names
 
 
 def test_a_run_directory_keeps_its_contract(reference):
