@@ -20,7 +20,7 @@ def test_ppo_raises_held_out_accuracy_by_twenty_points(tmp_path, seed):
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "trainer.main_ppo"),
         *("experiment=tiny_ppo", "full_determinism=true", f"seed={seed}", f"run.dir={run}", "tracking=disabled"),
-        *("trainer.total_steps=20", "trainer.validate_every=20", "launcher.name=torchrun"),
+        *("trainer.total_steps=30", "trainer.validate_every=30", "launcher.name=torchrun"),
     ]
     done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=1100, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]

@@ -82,7 +82,7 @@ def test_a_failing_engine_shows_its_own_traceback(tmp_path):
     assert "block_size" in output or "block size" in output
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("ray", marks=pytest.mark.slow), "python"])
+@pytest.mark.parametrize("launcher", [pytest.param("ray", marks=pytest.mark.long), "python"])
 def test_sigterm_ends_every_child_within_seconds(tmp_path, launcher):
     process = runs.start(tmp_path / "run", "trainer.total_steps=1000", "trainer.checkpoint_every=0", launcher=launcher)
     deadline = time.monotonic() + 240

@@ -142,8 +142,8 @@ def test_what_they_agree_on_is_right(seen):
     [
         ("ray", signal.SIGTERM, ""),
         ("torchrun", signal.SIGTERM, "1"),
-        pytest.param("ray", signal.SIGINT, "", marks=pytest.mark.slow),
-        pytest.param("torchrun", signal.SIGINT, "", marks=pytest.mark.slow),
+        pytest.param("ray", signal.SIGINT, "", marks=pytest.mark.long),
+        pytest.param("torchrun", signal.SIGINT, "", marks=pytest.mark.long),
     ],
 )
 def test_a_signal_ends_every_process_within_seconds(start, tmp_path, launcher, signum, collective):
