@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+# A script's own folder comes first on the path, where this file would hide the package `determinism`.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.step import run_training
 

@@ -23,6 +23,9 @@ from typing import Any
 
 import psutil
 
+# A script's own folder comes first on the path, where `determinism.py` would hide the package of that name.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 # Work inside engines and models; the rest of a phase is transfer, waiting and bookkeeping.
 INSIDE = ("generate", "score", "actor.logprobs", "ref.logprobs", "critic.values", "critic.update", "actor.update")
 
@@ -68,7 +71,7 @@ class PeakMemory:
             except psutil.Error:
                 break
             self.peak = max(self.peak, total)
-            time.sleep(0.5)
+            time.sleep(2.0)  # reading PSS costs CPU time, which would be measured too
 
     def stop(self) -> float:
         """GiB at the highest moment."""
