@@ -20,7 +20,7 @@ from typing import Any
 # A script's own folder comes first on the path, where this file would hide the package `determinism`.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks.step import run_training
+from benchmarks.step import run_training  # noqa: E402
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "off": ("full_determinism=false", "ledger.record=off", "reward.model.max_num_seqs=64"),
