@@ -9,6 +9,7 @@ the step, with the batch at hand.
 from __future__ import annotations
 
 import argparse
+import bdb
 import inspect
 import logging
 import os
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from configs.problems import UserError
@@ -102,9 +104,31 @@ class StoppingTiming(Timing):
                 frame = frame.f_back
             print(f"stopped before {phase} ({PHASES[phase]}); `c` goes on, `q` ends the replay", flush=True)
             if frame is not None:
-                pdb.Pdb(nosigint=True).set_trace(frame)
+                debug(frame)
         with super().__call__(phase):
             yield
+
+
+def debug(frame: FrameType) -> None:
+    """Open the debugger in `frame`, with its variables at hand; stepping goes on from there.
+
+    `Pdb.set_trace(frame)` would stop at the next traced event, deep in the frames that called this.
+
+    Raises:
+        BdbQuit: the person quit.
+    """
+    debugger = pdb.Pdb(nosigint=True)
+    debugger.reset()
+    outer: FrameType | None = frame
+    while outer is not None:
+        outer.f_trace = debugger.trace_dispatch
+        debugger.botframe = outer
+        outer = outer.f_back
+    debugger.interaction(frame, None)
+    if debugger.quitting:
+        raise bdb.BdbQuit
+    if debugger.stoplineno != -1:  # a step or next; `continue` leaves nothing to trace
+        sys.settrace(debugger.trace_dispatch)
 
 
 def replay(run: Path, step: int, stop_before: str | None = None, overrides: Sequence[str] = ()) -> int:
@@ -141,6 +165,9 @@ def replay(run: Path, step: int, stop_before: str | None = None, overrides: Sequ
     )
     try:
         ppo = start(config, lambda ppo: _prepare(ppo, expected, step, stop_before), before[-1] if before else None)
+    except bdb.BdbQuit:
+        print("the replay was ended in the debugger")
+        return 0
     except DivergenceError as error:
         print(f"DIFFERENT: {error}", file=sys.stderr)
         return 1
