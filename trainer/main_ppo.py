@@ -72,7 +72,6 @@ def session(config: Config) -> Iterator[Session]:
     from trainer.build import load_inputs, resolve_paths
     from trainer.run_dir import RunDirectory
     from workers.launch import launched_by_torchrun, make_launcher
-    from workers.resources import check_resources
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     config = resolve_paths(config)
@@ -84,7 +83,6 @@ def session(config: Config) -> Iterator[Session]:
         # In a process of its own anyway, so it need not wait for the data.
         functions = aside.submit(check_functions, config.reward.functions if first else [])
         inputs = load_inputs(config)
-    check_resources(config)
     with ExitStack() as stack:
         launcher = make_launcher(config, run_directory.path)
         stack.callback(launcher.close)
