@@ -8,7 +8,7 @@ import pytest
 from tests.e2e import runs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_three_steps_on_smollm2(tmp_path):
     run = tmp_path / "run"
