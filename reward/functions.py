@@ -137,8 +137,9 @@ def _module_of_file(path: Path, spec: str) -> Any:
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
-    # A file may import its neighbours, and its classes must be found under its name.
-    sys.path.insert(0, str(path.resolve().parent))
+    # A file may import its neighbours, and its classes must be found under its name. Last on the path: a user's `reward.py`
+    # must not hide the package `reward` from what this process, or a child that gets its path, imports later.
+    sys.path.append(str(path.resolve().parent))
     sys.modules[module_name] = module
     found.loader.exec_module(module)
     return module
