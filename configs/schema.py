@@ -286,9 +286,9 @@ class RolloutConfig:
     max_head_offpolicyness: int = 0
     """How many weight versions a sample may lag behind. Must be 0 under full determinism."""
     deterministic_sampling: bool = False
-    """Per-request derived seeds and canonical order without the rest of full determinism. Promises equal seeds and order, not equal bits."""
+    """Per-request derived seeds and canonical order without the rest of full determinism. Both hold in every run already, so this states the intent and changes nothing. Promises equal seeds and order, not equal bits."""
     serialize_group_samples: bool = False
-    """Submit a group's members one after the other in member order. Promises a stable submission order within a group, nothing more."""
+    """Submit a group's members in member order. Requests are placed in canonical order in every run already, so this states the intent and changes nothing. Promises a stable submission order within a group, nothing more."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine; a key that a setting above owns is refused."""
     start_timeout_s: float = 300.0
