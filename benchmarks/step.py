@@ -168,7 +168,7 @@ def show(result: dict[str, Any]) -> None:
         ("vLLM alone, one process, tokens/s", f"{result['direct_tokens_per_s']:.0f}", ""),
         ("rollout / vLLM alone", f"{result['rollout_share_of_direct']:.1%}", "at least 80%"),
         *(
-            (f"start of {name}, s", f"{seconds:.1f}", "at most 10")
+            (f"start of {name}, s", ", ".join(f"{one:.1f}" for one in seconds), "at most 10")
             for name, seconds in result["engine_start_s"].items()
         ),
         ("peak memory, GiB", f"{result['peak_memory_gib']:.2f}", "under 8"),

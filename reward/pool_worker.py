@@ -34,7 +34,7 @@ def main() -> None:
     parent, fd = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent)
     os.set_inheritable(fd, False)
-    guard = start_guard()
+    guard, _ = start_guard()
 
     def leave_to_the_worker() -> None:
         os.close(fd)

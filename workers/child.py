@@ -7,6 +7,7 @@ Nothing heavy is imported here, so that the process is up in a few hundredths of
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -35,18 +36,31 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
         os._exit(1)
 
 
-def start_guard() -> int:
+def start_guard() -> tuple[int, int]:
     """A shell of a few hundred KiB that kills this process group once this process is gone, however it went.
 
-    Returns the descriptor that keeps it waiting: writing a line to it dismisses the guard.
+    Returns the descriptor that keeps it waiting and its pid: writing a line to the descriptor dismisses the guard.
     A process killed by SIGKILL can't end its own children; this is who does.
     """
     reading, writing = os.pipe()
     # A second's grace: helpers that end by themselves (the resource tracker of multiprocessing) clean up in it.
     program = "trap '' TERM INT HUP; read _ && exit 0; sleep 1; kill -KILL 0"
-    subprocess.Popen(["/bin/sh", "-c", program], stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", program], stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     os.close(reading)
-    return writing
+    return writing, guard.pid
+
+
+def process_group() -> set[int]:
+    """The pids of this process group."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(entry)) == os.getpgrp():
+                    found.add(int(entry))
+    return found
 
 
 class Host:
@@ -101,11 +115,13 @@ def main() -> None:
     die_with_parent(parent)
     # Neither may live on in a child of the worker: the parent and the guard take a closed end for this process's end.
     os.set_inheritable(fd, False)
-    guard = start_guard()
+    line, guard = start_guard()
     os.register_at_fork(after_in_child=functools.partial(os.closerange, fd, fd + 1))
-    os.register_at_fork(after_in_child=functools.partial(os.closerange, guard, guard + 1))
+    os.register_at_fork(after_in_child=functools.partial(os.closerange, line, line + 1))
     Host(Channel(socket.socket(fileno=fd))).serve()
-    os.write(guard, b"\n")
+    # Who is left behind stays guarded: the parent, which would end them, may be killed while it waits for this process.
+    if process_group() <= {os.getpid(), guard}:
+        os.write(line, b"\n")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,12 @@ def make_launcher(config: Config, run_dir: Path) -> Launcher:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(os.getppid(), signal.SIGTERM)
         launcher = TorchrunLauncher(
-            run_dir, device=device, process_env=env, timeout_s=settings.timeout_s, exit_stack=undo
+            run_dir,
+            device=device,
+            process_env=env,
+            timeout_s=settings.timeout_s,
+            on_close=signals.start_of_end,
+            exit_stack=undo,
         )
     else:
         from workers.ray_group import RayLauncher
@@ -105,6 +110,7 @@ def make_launcher(config: Config, run_dir: Path) -> Launcher:
             device=device,
             process_env=env,
             timeout_s=settings.timeout_s,
+            on_close=signals.start_of_end,
             exit_stack=undo,
         )
         signals.install()  # ray.init has put a handler of its own in the place of ours
@@ -136,6 +142,10 @@ class SignalWatch:
             # Python writes a signal's number here as soon as it arrives, also while the main thread is stuck in native code.
             self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
             threading.Thread(target=self._watch, name="signal-watch", daemon=True).start()
+
+    def start_of_end(self) -> None:
+        """From here on a signal raises nothing, since the clean-up is under way anyway; the deadline still holds."""
+        self._signalled = True
 
     def restore(self) -> None:
         """Give the signals back; everything has ended, so the deadline is called off."""

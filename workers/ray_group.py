@@ -77,6 +77,7 @@ class RayLauncher:
         device: str = "cpu",
         process_env: Mapping[str, str] | None = None,
         timeout_s: float = 600.0,
+        on_close: Callable[[], None] | None = None,
         exit_stack: contextlib.ExitStack | None = None,
     ) -> None:
         """Start Ray on this machine, or join the cluster at `address`, and reserve the slots.
@@ -88,11 +89,13 @@ class RayLauncher:
             num_cpus: CPUs that a Ray started here counts; null takes the machine's.
             process_env: variables that every worker gets.
             timeout_s: longest wait for one collective of the trainer ranks.
+            on_close: what `close` does first.
             exit_stack: what `close` undoes last, also when this fails.
 
         Raises:
             ResourceError: there is no cluster at `address`, it has less than `needs`, or others hold it.
         """
+        self._on_close = on_close
         self._exit_stack = exit_stack or contextlib.ExitStack()
         self._run_dir = run_dir
         self._needs = needs
@@ -147,6 +150,8 @@ class RayLauncher:
 
     def close(self) -> None:
         """End all actors, and Ray itself if it was started here."""
+        if self._on_close is not None:
+            self._on_close()
         groups, self._groups = self._groups, []
         for group in reversed(groups):
             group.close()

@@ -37,6 +37,7 @@ class TorchrunLauncher:
         device: str = "cpu",
         process_env: Mapping[str, str] | None = None,
         timeout_s: float = 600.0,
+        on_close: Callable[[], None] | None = None,
         exit_stack: contextlib.ExitStack | None = None,
     ) -> None:
         """Join the ranks that torchrun started (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), or be the only one.
@@ -44,11 +45,13 @@ class TorchrunLauncher:
         Args:
             process_env: variables that every engine gets.
             timeout_s: longest wait for the other ranks, in one collective or one gathering of results.
+            on_close: what `close` does first.
             exit_stack: what `close` undoes last, also when this fails.
 
         Raises:
             RuntimeError, ValueError: from torch.distributed, when ranks are missing.
         """
+        self._on_close = on_close
         self._exit_stack = exit_stack or contextlib.ExitStack()
         self._run_dir = run_dir
         self._device = device
@@ -123,6 +126,8 @@ class TorchrunLauncher:
         """End the engines and leave the process group; no rank waits for another here."""
         import torch.distributed as dist
 
+        if self._on_close is not None:
+            self._on_close()
         groups, self._groups = self._groups, []
         for group in reversed(groups):
             group.close()

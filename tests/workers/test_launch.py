@@ -231,3 +231,22 @@ def test_the_signals_are_given_back():
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] != before
     watch.restore()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+CLOSING = """
+import os, signal
+from workers.launch import SignalWatch
+
+watch = SignalWatch(deadline_s=5.0)
+watch.install()
+{start_of_end}
+os.kill(os.getpid(), signal.SIGTERM)
+print("cleaned up", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("start_of_end", "printed"), [("watch.start_of_end()", "cleaned up\n"), ("", "")])
+def test_a_signal_does_not_cut_short_a_clean_up_that_something_else_began(start_of_end, printed):
+    program = CLOSING.format(start_of_end=start_of_end)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == printed
