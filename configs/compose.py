@@ -78,7 +78,10 @@ def from_yaml(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError([Problem(str(path), f"is not readable YAML: {error}")]) from error
     if not isinstance(tree, dict):
         raise ConfigError([Problem(str(path), "must be a mapping of settings")])
-    parsed = _parse(overrides, set())
+    parsed = _parse(overrides, set(group_options()))
+    for group, option in parsed.groups.items():
+        text = f"={option} chooses a file of a group, but {path} is complete as it is"
+        parsed.problems.append(Problem(group, text, f"give values ({group}.KEY=VALUE)"))
     return _finish(with_defaults(tree), parsed.values, parsed.problems, lambda key: str(path))  # type: ignore[arg-type]
 
 

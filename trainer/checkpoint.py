@@ -118,8 +118,11 @@ class CheckpointStore:
         self._prune()
         return Checkpoint(final)
 
-    def find(self, step: int | None = None) -> Checkpoint | None:
+    def find(self, step: int | None = None, choose: str = "run.resume={step}") -> Checkpoint | None:
         """The newest complete checkpoint, or the one of `step`; verified.
+
+        Args:
+            choose: how the caller's user asks for another step; for the message.
 
         Raises:
             CheckpointError: it is damaged (the file is named, and the next older complete one), or `step` has none.
@@ -136,7 +139,7 @@ class CheckpointStore:
             return newest
         older = [c for c in self.complete() if c.step < newest.step and c.damage() is None]
         way_out = (
-            f"The next older intact one is step {older[-1].step}: resume it with run.resume={older[-1].step}."
+            f"The next older intact one is step {older[-1].step}: take it with {choose.format(step=older[-1].step)}."
             if older
             else "There is no older intact one."
         )
