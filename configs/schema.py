@@ -286,9 +286,9 @@ class RolloutConfig:
     max_head_offpolicyness: int = 0
     """How many weight versions a sample may lag behind. Must be 0 under full determinism."""
     deterministic_sampling: bool = False
-    """Per-request derived seeds and canonical order without the rest of full determinism. Both hold in every run already, so this states the intent and changes nothing. Promises equal seeds and order, not equal bits."""
+    """Give each request a seed of its own, derived from logical identity, without the rest of full determinism (which includes this). False draws from the engines' own streams, seeded by the system: nothing repeats, and on GPUs sampling is faster. Promises equal seeds and canonical order, not equal bits: kernels may still answer otherwise in another batch."""
     serialize_group_samples: bool = False
-    """Submit a group's members in member order. Requests are placed in canonical order in every run already, so this states the intent and changes nothing. Promises a stable submission order within a group, nothing more."""
+    """Keep a group's members on one replica and submit them one after the other in member order; false spreads them over the replicas. Promises that submission order, nothing more: neither that they run one at a time nor equal bits."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine; a key that a setting above owns is refused."""
     start_timeout_s: float = 300.0

@@ -21,22 +21,17 @@ from configs.schema import RewardConfig
 from reward.functions import LARGEST_REWARD
 from reward.normalise import RunningNormaliser
 from reward.pool import CallFailure, FunctionPool, FunctionSample, SourceResults
+from reward.scoring import MODEL_SOURCE, ModelScoring, RewardError, Scoring, sample_name
 from rollout.types import Episode, Score
-from workers.group import Launcher, WorkerGroup, deal, undeal
+from workers.group import Launcher, WorkerGroup
 
 logger = logging.getLogger(__name__)
 
-MODEL_SOURCE = "model"
-"""Name of the reward model among the sources."""
 ERROR_POLICIES = ("fail", "drop", "penalise")
 STATE_VERSION = 1
 _NAMED_FAILURES = 3
 
 T = TypeVar("T")
-
-
-class RewardError(RuntimeError):
-    """Scoring failed in a way that the configuration does not allow; names samples and sources."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +79,20 @@ class RewardManager:
         if config.functions and self._is_main:
             self._pool = FunctionPool(config.functions, config.function_workers, log_dir=log_dir)
 
-    def score(self, episodes: Sequence[Episode], *, all_may_drop: bool = False) -> tuple[list[Score], dict[str, float]]:
+    def begin(self) -> Scoring:
+        """Scoring of a batch that is still being made: its episodes may be added as they finish."""
+        model = None
+        if self._model_group is not None:
+            model = ModelScoring(self._model_group, self._tokenizer, self.config.model, self._model_context)
+        return Scoring(model, self._submit if self._pool is not None else None)
+
+    def score(
+        self, episodes: Sequence[Episode], scoring: Scoring | None = None, *, all_may_drop: bool = False
+    ) -> tuple[list[Score], dict[str, float]]:
         """Scores for training, in the episodes' order, and their metrics (`reward_metrics`).
 
         Args:
+            scoring: what was begun for these episodes; None begins here.
             all_may_drop: these are not all of the step's episodes, so it is no error when every one is dropped.
 
         Raises:
@@ -96,7 +101,7 @@ class RewardManager:
             PoolError: a function cannot be run at all.
             WorkerError: a reward engine failed.
         """
-        results = self._score_sources(episodes)
+        results = self._results(episodes, scoring)
         audited = self._audit(episodes)
         scores = self._combine(episodes, results)
         if episodes and not all_may_drop and all(score.dropped for score in scores):
@@ -106,9 +111,9 @@ class RewardManager:
             metrics["reward/audit_mismatches"] = float(len(audited))
         return self._normalised(scores, metrics), metrics
 
-    def evaluate(self, episodes: Sequence[Episode]) -> list[Score]:
+    def evaluate(self, episodes: Sequence[Episode], scoring: Scoring | None = None) -> list[Score]:
         """Scores for validation: as `score`, but raw (no normalisation), and nothing that training remembers is touched."""
-        return self._combine(episodes, self._score_sources(episodes))
+        return self._combine(episodes, self._results(episodes, scoring))
 
     @property
     def model_group(self) -> WorkerGroup | None:
@@ -145,44 +150,22 @@ class RewardManager:
         if self._normaliser is not None:
             self._normaliser.load_state_dict(state["normaliser"])
 
-    def _score_sources(self, episodes: Sequence[Episode]) -> SourceResults:
-        """Raw results of every source, in the fixed order; the functions work while the reward model does."""
-        functions: Future[SourceResults] | None = None
-        if self._pool is not None:
-            # A source of weight 0 may fail without consequence: then its failure must not stop the others.
-            stop = self.config.on_error == "fail" and all(source.weight != 0 for source in self.sources)
-            functions = self._pool.submit([_function_sample(episode) for episode in episodes], stop_at_failure=stop)
+    def _results(self, episodes: Sequence[Episode], scoring: Scoring | None) -> SourceResults:
+        """Raw results of every source, in the fixed order; waits for them."""
+        scoring = scoring or self.begin()
+        scoring.complete(episodes)
         results: SourceResults = {}
-        if self._model_group is not None:
-            results[MODEL_SOURCE] = self._score_model(episodes)
+        if scoring.model is not None:
+            results[MODEL_SOURCE] = scoring.model.scores(episodes)
         if self.config.functions:
-            results |= self._on_main(lambda: functions.result() if functions else {})
+            results |= self._on_main(lambda: scoring.functions.result() if scoring.functions else {})
         return results
 
-    def _score_model(self, episodes: Sequence[Episode]) -> list[float | CallFailure]:
-        from reward.model import RewardInput, reward_tokens
-
-        assert self._model_group is not None
-        results: list[float | CallFailure] = [_failure(episode, "skipped", "not scored") for episode in episodes]
-        rows: list[int] = []
-        inputs: list[list[int]] = []
-        for row, episode in enumerate(episodes):
-            ids = reward_tokens(episode.prompt, episode.text, self._tokenizer, self.config.model)
-            try:
-                RewardInput(episode.key, tuple(ids)).check(self._model_context or len(ids))
-            except ValueError as error:
-                results[row] = _failure(episode, "length", str(error))
-            else:
-                rows.append(row)
-                inputs.append(ids)
-        # Under torchrun every rank makes this call, with the same inputs.
-        replies = undeal(self._model_group.run("score", deal(inputs, self._model_group.size)))
-        if len(replies) != len(inputs):
-            raise RewardError(f"the reward engines returned {len(replies)} scores for {len(inputs)} conversations")
-        for row, value in zip(rows, replies, strict=True):
-            finite = math.isfinite(value)
-            results[row] = value if finite else _failure(episodes[row], "not_finite", f"the reward model gave {value}")
-        return results
+    def _submit(self, episodes: Sequence[Episode]) -> Future[SourceResults]:
+        assert self._pool is not None
+        # A source of weight 0 may fail without consequence: then its failure must not stop the others.
+        stop = self.config.on_error == "fail" and all(source.weight != 0 for source in self.sources)
+        return self._pool.submit([_function_sample(episode) for episode in episodes], stop_at_failure=stop)
 
     def _audit(self, episodes: Sequence[Episode]) -> list[str]:
         """Call each function twice on the first rows; returns a sentence for each difference."""
@@ -200,7 +183,9 @@ class RewardManager:
             for row, (one, other) in enumerate(zip(values, second[name], strict=True)):
                 # A failure is the error policy's business.
                 if isinstance(one, float) and isinstance(other, float) and one != other:
-                    found.append(f"reward source {name!r} gave sample {_name(episodes[row])} {one!r}, then {other!r}")
+                    found.append(
+                        f"reward source {name!r} gave sample {sample_name(episodes[row])} {one!r}, then {other!r}"
+                    )
         if found:
             text = "the same call was scored differently when it was repeated: " + "; ".join(found[:_NAMED_FAILURES])
             if self.config.full_determinism:
@@ -314,15 +299,7 @@ def _weighted_sum(by_source: Mapping[str, float], weights: Mapping[str, float]) 
 def _function_sample(episode: Episode) -> FunctionSample:
     prompt = episode.prompt
     messages = [dict(message) for message in prompt.messages]
-    return FunctionSample(_name(episode), prompt.text, episode.text, prompt.answer, prompt.extra, messages)
-
-
-def _name(episode: Episode) -> str:
-    return f"{episode.prompt.id} (task {episode.key.task}, sample {episode.key.sample})"
-
-
-def _failure(episode: Episode, kind: str, message: str) -> CallFailure:
-    return CallFailure(MODEL_SOURCE, _name(episode), kind, message)
+    return FunctionSample(sample_name(episode), prompt.text, episode.text, prompt.answer, prompt.extra, messages)
 
 
 def _failures(results: SourceResults) -> list[CallFailure]:

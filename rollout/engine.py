@@ -35,6 +35,18 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def begin(self, requests: list[GenerationRequest]) -> None:
+        """Take a batch on; `finished` then gives it in portions. One batch at a time: what is left of an earlier one is given up.
+
+        Raises:
+            ValueError: see `generate`.
+        """
+        ...
+
+    def finished(self, count: int) -> list[Generation]:
+        """Work until `count` more of the begun requests have finished, and return those, in the order in which they did."""
+        ...
+
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Replace the policy's weights; later generations carry `weight_version=version`.
 

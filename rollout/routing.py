@@ -13,11 +13,17 @@ from collections.abc import Sequence
 from rollout.types import Generation, GenerationRequest, SampleKey
 
 
-def assign(requests: Sequence[GenerationRequest], replicas: int) -> list[list[GenerationRequest]]:
+def assign(
+    requests: Sequence[GenerationRequest], replicas: int, *, keep_groups: bool = False
+) -> list[list[GenerationRequest]]:
     """Place requests on replicas: in the order of a digest of their keys, dealt like cards.
 
     Dealing keeps the counts within one of each other; the digest spreads a group's members, whose prompt is shared and
     whose lengths are alike, over all replicas.
+
+    Args:
+        keep_groups: `rollout.serialize_group_samples`; whole groups are dealt instead, so that a group's members are submitted
+            to one engine, one after the other in member order. The counts may differ by a group then.
 
     Returns:
         `replicas` lists that together hold every request once; each in canonical order, possibly empty.
@@ -30,8 +36,12 @@ def assign(requests: Sequence[GenerationRequest], replicas: int) -> list[list[Ge
     repeated = _repeated([request.key for request in requests])
     if repeated:
         raise ValueError(f"requests with the same key in one batch: {_names(repeated)}")
-    shuffled = sorted(requests, key=lambda request: (_digest(request.key), request.key))
-    return [sorted(shuffled[rank::replicas], key=lambda request: request.key) for rank in range(replicas)]
+    units: dict[SampleKey, list[GenerationRequest]] = {}
+    for request in requests:
+        units.setdefault(SampleKey(request.key.task, 0) if keep_groups else request.key, []).append(request)
+    shuffled = sorted(units, key=lambda key: (_digest(key), key))
+    dealt = [[request for key in shuffled[rank::replicas] for request in units[key]] for rank in range(replicas)]
+    return [sorted(share, key=lambda request: request.key) for share in dealt]
 
 
 def gather(requests: Sequence[GenerationRequest], per_replica: Sequence[Sequence[Generation]]) -> list[Generation]:

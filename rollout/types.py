@@ -68,8 +68,8 @@ class GenerationRequest:
     """Canonical identity."""
     prompt_token_ids: tuple[int, ...]
     """Everything the model sees before the first new token."""
-    seed: int
-    """63-bit seed of this request alone."""
+    seed: int | None
+    """63-bit seed of this request alone; None draws from the engine's own stream, which nothing repeats."""
     sampling: Sampling
     """Parameters, all of them sent."""
     priority: int = 0
@@ -104,8 +104,8 @@ class Episode:
     """Canonical identity (the last turn's)."""
     prompt: Prompt
     """Where it came from."""
-    seed: int
-    """Seed of its (first) request."""
+    seed: int | None
+    """Seed of its (first) request; None without one."""
     response_ids: tuple[int, ...]
     """Every token after the prompt; for several turns also those the environment wrote."""
     response_mask: tuple[bool, ...]

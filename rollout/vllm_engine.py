@@ -8,15 +8,27 @@ The log-probabilities are those of the distribution that was sampled: penalties,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import itertools
+import secrets
+from collections.abc import Generator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.engine import check_requests
+from rollout.episodes import seeds_are_derived
 from rollout.types import Generation, GenerationRequest, Sampling
 from rollout.weights import check_weights, checkpoint_shapes
-from workers.vllm_process import common_arguments, engine_facts, run_requests, start_engine, stop_engine
+from workers.vllm_process import (
+    Call,
+    common_arguments,
+    engine_facts,
+    run_requests,
+    start_engine,
+    stop_engine,
+    stream_requests,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +71,7 @@ class VLLMEngine:
             determinism.cpu_kernels.BatchInvarianceError: level D3 cannot be kept here.
         """
         self._version = 0
+        self._running: Generator[Generation, None, None] | None = None
         self._device = device
         self._max_model_len = max_model_len
         self._shapes = checkpoint_shapes(model_path)
@@ -71,6 +84,9 @@ class VLLMEngine:
             "skip_tokenizer_init": not self._has_tokenizer,
             "trust_remote_code": trust_remote_code,
         }
+        if not seeds_are_derived(config):
+            # Requests without seeds draw from vLLM's global stream; replicas and steps of one seed would be copies of each other.
+            arguments["seed"] = secrets.randbits(31)
         self._engine = start_engine(
             arguments,
             config.engine_args,
@@ -86,11 +102,16 @@ class VLLMEngine:
 
         A greedy request (temperature 0) reports log-probabilities at temperature 1.
         """
-        check_requests(requests, self._max_model_len)
-        to_params = self._params_maker()
-        calls = [(list(r.prompt_token_ids), to_params(r.sampling, r.seed), r.priority) for r in requests]
-        outputs = run_requests(self._engine, calls)
+        outputs = run_requests(self._engine, self._calls(requests))
         return [self._generation(request, output) for request, output in zip(requests, outputs, strict=True)]
+
+    def begin(self, requests: list[GenerationRequest]) -> None:
+        """Take a batch on; see `RolloutEngine.begin`."""
+        self._running = self._stream(requests, self._calls(requests))
+
+    def finished(self, count: int) -> list[Generation]:
+        """The next `count` generations of the begun batch; see `RolloutEngine.finished`."""
+        return list(itertools.islice(self._running or (), count))
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Replace the weights in place; see `RolloutEngine.load_weights`. No request may be running."""
@@ -110,6 +131,18 @@ class VLLMEngine:
         engine, self._engine = self._engine, None
         if engine is not None:
             stop_engine(engine)
+
+    def _stream(self, requests: list[GenerationRequest], calls: list[Call]) -> Generator[Generation, None, None]:
+        with contextlib.closing(stream_requests(self._engine, calls)) as outputs:
+            for index, output in outputs:
+                yield self._generation(requests[index], output)
+
+    def _calls(self, requests: list[GenerationRequest]) -> list[Call]:
+        if self._running is not None:
+            self._running.close()  # the loop failed between two portions and goes on with something else
+        check_requests(requests, self._max_model_len)
+        to_params = self._params_maker()
+        return [(list(r.prompt_token_ids), to_params(r.sampling, r.seed), r.priority) for r in requests]
 
     def _reload(self, tensors: Mapping[str, Tensor]) -> None:
         named = [(name, tensor.detach()) for name, tensor in tensors.items()]
@@ -132,7 +165,7 @@ class VLLMEngine:
 
         makers: dict[Sampling, partial[SamplingParams]] = {}
 
-        def make(sampling: Sampling, seed: int) -> SamplingParams:
+        def make(sampling: Sampling, seed: int | None) -> SamplingParams:
             if sampling not in makers:
                 makers[sampling] = partial(SamplingParams, **self._explicit(sampling))
             return makers[sampling](seed=seed)

@@ -34,6 +34,17 @@ class EngineLab:
         """Generations of the engine with these options (RolloutConfig's fields, `max_model_len`, `name`)."""
         return self._rollout(model, options).generate(requests)
 
+    def portions(
+        self, model: str, requests: list[GenerationRequest], counts: list[int], given_up: int = 0, **options: Any
+    ) -> list[list[Generation]]:
+        """Generations in portions of these sizes; `given_up` of another batch were taken before."""
+        engine = self._rollout(model, options)
+        if given_up:
+            engine.begin(requests[::-1])
+            engine.finished(given_up)
+        engine.begin(requests)
+        return [engine.finished(count) for count in counts]
+
     def preemptions(
         self, model: str, requests: list[GenerationRequest], **options: Any
     ) -> tuple[list[Generation], int]:

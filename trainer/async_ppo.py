@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from reward.scoring import Scoring
 from rollout.types import Episode, Prompt
 from trainer.ppo import PPO
 
@@ -39,7 +40,7 @@ class AsyncPPO(PPO):
         finally:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
-    def next_episodes(self, step: int) -> tuple[list[Prompt], list[Episode]]:
+    def next_episodes(self, step: int, scoring: Scoring) -> tuple[list[Prompt], list[Episode]]:
         """The oldest generation in flight, after starting those that the bound allows."""
         self.started = max(self.started, step - 1)
         while self.started < min(step + self.config.rollout.max_head_offpolicyness, self.total_steps):

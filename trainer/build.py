@@ -25,7 +25,7 @@ from determinism.manifest import write_manifest
 from reward.manager import RewardManager
 from reward.model import check_reward_model
 from rollout.engine import find_eos_token_ids
-from rollout.episodes import Rollout
+from rollout.episodes import Rollout, seeds_are_derived
 from trainer.async_ppo import AsyncPPO
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.data import PromptData, PromptSampler, data_digest
@@ -217,7 +217,13 @@ def start_engines(config: Config, launcher: Launcher, run: RunDirectory, inputs:
         model_context=config.reward.model.max_model_len or inputs.context,
     )
     stack.callback(reward.close)
-    rollout = Rollout(rollout_group, inputs.train.codec.decode, config.rollout.seed)
+    rollout = Rollout(
+        rollout_group,
+        inputs.train.codec.decode,
+        config.rollout.seed,
+        derive_seeds=seeds_are_derived(config.rollout),
+        keep_groups=config.rollout.serialize_group_samples,
+    )
     return Engines(rollout, reward, groups)
 
 

@@ -37,32 +37,48 @@ class Experience:
     """[N] bool; ended by the cap, as the engine reported."""
 
     @classmethod
-    def from_episodes(cls, episodes: Sequence[Episode], scores: Sequence[Score], pad_id: int) -> Experience:
+    def from_episodes(cls, episodes: Sequence[Episode], scores: Sequence[Score] | None, pad_id: int) -> Experience:
         """Pad and mask.
+
+        Args:
+            scores: None when they are not there yet (`scored` adds them).
 
         Raises:
             ValueError: another number of scores than episodes.
         """
-        if len(episodes) != len(scores):
-            raise ValueError(f"{len(episodes)} episodes but {len(scores)} scores")
         lengths = torch.tensor([len(e.prompt.token_ids) + len(e.response_ids) for e in episodes])
         count, width = len(episodes), int(lengths.max())
         ids = torch.full((count, width), pad_id, dtype=torch.int64)
         mask = torch.zeros((count, width), dtype=torch.bool)
         logprobs = torch.zeros((count, width), dtype=torch.float32)
-        for row, (episode, score) in enumerate(zip(episodes, scores, strict=True)):
+        for row, episode in enumerate(episodes):
             start, end = len(episode.prompt.token_ids), int(lengths[row])
             ids[row, :end] = torch.tensor(episode.prompt.token_ids + episode.response_ids)
-            mask[row, start:end] = torch.tensor(episode.response_mask, dtype=torch.bool) & (not score.dropped)
+            mask[row, start:end] = torch.tensor(episode.response_mask, dtype=torch.bool)
             logprobs[row, start:end] = torch.tensor(episode.logprobs, dtype=torch.float32)
-        return cls(
+        made = cls(
             episodes=tuple(episodes),
             tokens=TokenBatch(ids, lengths, mask, rollout_logprobs=torch.where(mask, logprobs, 0.0)),
-            scores=torch.tensor([0.0 if s.dropped else s.total for s in scores], dtype=torch.float32),
-            keep=torch.tensor([not s.dropped for s in scores]),
+            scores=torch.zeros(count),
+            keep=torch.ones(count, dtype=torch.bool),
             group=torch.tensor([e.key.task for e in episodes]),
             truncated=torch.tensor([e.truncated for e in episodes]),
         )
+        return made if scores is None else made.scored(scores)
+
+    def scored(self, scores: Sequence[Score]) -> Experience:
+        """A copy with the rewards; a dropped sample has no trained token and no log-probability any more.
+
+        Raises:
+            ValueError: another number of scores than episodes.
+        """
+        if len(self) != len(scores):
+            raise ValueError(f"{len(self)} episodes but {len(scores)} scores")
+        totals = torch.tensor([score.total for score in scores], dtype=torch.float32)
+        made = replace(self, scores=totals).without(torch.tensor([score.dropped for score in scores]))
+        logprobs = made.tokens.rollout_logprobs
+        assert logprobs is not None, "set by from_episodes"
+        return made.with_tokens(rollout_logprobs=torch.where(made.tokens.mask, logprobs, 0.0))
 
     def with_tokens(self, **tensors: Tensor) -> Experience:
         """A copy with per-token tensors ([N, T]) set."""

@@ -1,6 +1,7 @@
 """The PPO loop. Read `PPO.step` first: one training step from top to bottom, a phase a line.
 
-    prompts -> episodes -> scores -> experience -> log-probabilities, values -> advantages -> critic, actor -> weights out
+    prompts -> episodes -> experience -> log-probabilities, values -> advantages -> critic, actor -> weights out
+                  └─> scores, in the background ─────────────────────┘
 
 The same loop runs under Ray (one driver) and under torchrun (every rank runs it, see `workers/group.py`).
 Source: Schulman et al. 2017 (PPO); Ziegler et al. 2019 and Ouyang et al. 2022 (the language-model form).
@@ -20,8 +21,9 @@ from torch import Tensor
 from configs.schema import Config
 from determinism.ledger import Ledger
 from reward.manager import RewardManager
+from reward.scoring import Scoring
 from rollout.engine import sampling_from_config
-from rollout.episodes import Rollout
+from rollout.episodes import OnFinished, Rollout
 from rollout.types import Episode, Prompt, Score
 from trainer.advantages import AdvantageInputs, compute_advantages, estimator
 from trainer.checkpoint import CheckpointStore, write_checkpoint
@@ -114,22 +116,24 @@ class PPO:
 
     def step(self, step: int) -> dict[str, float]:
         """One PPO step; returns its metrics."""
+        scoring = self.parts.reward.begin()
         with self.timing("gen"):
-            prompts, episodes = self.next_episodes(step)
-        with self.timing("reward"):
-            scores, reward_metrics = self.parts.reward.score(episodes)
-        prompts, episodes, scores, reward_metrics = fill_with_varied_groups(
-            ScoredBatch(prompts, episodes, scores, reward_metrics),
-            self.config.algorithm.dynamic_sampling,
-            lambda count, requests: self.further_groups(step, count, requests),
-        )
-        experience = Experience.from_episodes(episodes, scores, self.parts.pad_id)
-        self.record_experience(step, experience, scores)
+            prompts, episodes = self.next_episodes(step, scoring)
+        scoring.complete(episodes)
+        batch = self.scored(prompts, episodes, scoring, step) if self.scores_choose else None
+        if batch is not None:
+            prompts, episodes = batch.prompts, batch.episodes
+        experience = Experience.from_episodes(episodes, batch and batch.scores, self.parts.pad_id)
+        self.record_samples(experience)
         experience, entropy = self.add_logprobs(experience, step)
         experience, bootstrap = self.add_values(experience, step)
+        # Until here the rewards were in the making; where nothing depended on them, they are waited for only now.
+        batch = batch or self.scored(prompts, episodes, scoring, step)
+        experience = experience.scored(batch.scores)
+        self.record_scores(step, experience, batch.scores)
         greedy = self.greedy_scores(prompts, step)
         with self.timing("adv"):
-            experience, batch = self.add_advantages(experience, bootstrap, greedy)
+            experience, metrics = self.add_advantages(experience, bootstrap, greedy)
         with self.timing("update_critic"):
             critic = self.update("critic", experience, step, value_loss_from_config(self.config.algorithm))
         with self.timing("update_actor"):
@@ -142,15 +146,22 @@ class PPO:
         with self.timing("ledger"):
             self.record_weights()
         staleness = {"rollout/staleness_mean": mean_of([float(step - 1 - e.weight_version) for e in episodes])}
-        return {**batch, **entropy, **reward_metrics, **critic, **actor, **staleness}
+        return {**metrics, **entropy, **batch.metrics, **critic, **actor, **staleness}
 
-    def next_episodes(self, step: int) -> tuple[list[Prompt], list[Episode]]:
+    def next_episodes(self, step: int, scoring: Scoring) -> tuple[list[Prompt], list[Episode]]:
         """The step's prompts and episodes, sampled with the weights of the step before (`async_ppo.py` runs ahead)."""
         prompts = self.parts.sampler.next_batch()
-        return prompts, self.generate(prompts, step)
+        return prompts, self.generate(prompts, step, on_finished=scoring.add)
 
-    def generate(self, prompts: Sequence[Prompt], step: int, first_index: int = 0) -> list[Episode]:
-        """Sample the training episodes of `prompts`; `first_index` counts the requests made in this step before."""
+    def generate(
+        self, prompts: Sequence[Prompt], step: int, first_index: int = 0, on_finished: OnFinished | None = None
+    ) -> list[Episode]:
+        """Sample the training episodes of `prompts`.
+
+        Args:
+            first_index: requests made in this step before.
+            on_finished: see `Rollout.generate`.
+        """
         sampling = self.config.rollout.sampling
         return self.parts.rollout.generate(
             prompts,
@@ -160,6 +171,22 @@ class PPO:
             step=step,
             shared_seed=sampling.seed,
             first_index=first_index,
+            on_finished=on_finished,
+        )
+
+    @property
+    def scores_choose(self) -> bool:
+        """Whether rewards decide which samples are trained on. Then they are needed before the trainer can work."""
+        return self.config.algorithm.dynamic_sampling.enable or self.config.reward.on_error == "drop"
+
+    def scored(self, prompts: list[Prompt], episodes: list[Episode], scoring: Scoring, step: int) -> ScoredBatch:
+        """The batch with its rewards, and with other groups in the place of those that teach nothing, if so set."""
+        with self.timing("reward"):
+            scores, metrics = self.parts.reward.score(episodes, scoring)
+        return fill_with_varied_groups(
+            ScoredBatch(prompts, episodes, scores, metrics),
+            self.config.algorithm.dynamic_sampling,
+            lambda count, requests: self.further_groups(step, count, requests),
         )
 
     def further_groups(self, step: int, count: int, requests: int) -> ScoredBatch:
@@ -341,8 +368,8 @@ class PPO:
         if step == 0:
             self.parts.record.metrics(0, metrics)
 
-    def record_experience(self, step: int, experience: Experience, scores: Sequence[Score]) -> None:
-        """Ledger entries of what the engines gave, and the episodes file."""
+    def record_samples(self, experience: Experience) -> None:
+        """Ledger entries of what the rollout engines gave."""
         ledger, episodes = self.parts.ledger, experience.episodes
         ledger.rows([(e.prompt.id, e.key.task, e.key.sample) for e in episodes])
         ledger.add("prompts", [[e.prompt.id, list(e.prompt.token_ids)] for e in episodes])
@@ -350,10 +377,14 @@ class PPO:
         ledger.add("token_ids", experience.tokens.input_ids)
         ledger.add("finish_reasons", [e.finish_reason for e in episodes])
         ledger.add("rollout_logprobs", experience.tokens.rollout_logprobs)
+
+    def record_scores(self, step: int, experience: Experience, scores: Sequence[Score]) -> None:
+        """Ledger entries of the rewards, and the episodes file."""
+        ledger = self.parts.ledger
         for source in sorted({name for score in scores for name in score.by_source}):
             ledger.add(f"rewards/{source}", [score.by_source.get(source) for score in scores])
         ledger.add("rewards/total", experience.scores)
-        self.parts.record.episodes(step, episodes, scores)
+        self.parts.record.episodes(step, experience.episodes, scores)
 
     def record_weights(self) -> None:
         """Ledger entries of what the updates made; a full record keeps the weights themselves too."""

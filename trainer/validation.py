@@ -62,10 +62,17 @@ class Validation:
             return result
         for split, settings in self.passes.items():
             sampling = sampling_from_config(settings, self.eos_ids)
+            scoring = self.reward.begin()
             episodes = self.rollout.generate(
-                self.prompts, sampling, n=settings.n, split=split, step=step, shared_seed=settings.seed
+                self.prompts,
+                sampling,
+                n=settings.n,
+                split=split,
+                step=step,
+                shared_seed=settings.seed,
+                on_finished=scoring.add,
             )
-            scores = self.reward.evaluate(episodes)
+            scores = self.reward.evaluate(episodes, scoring)
             result.episodes += episodes
             result.scores += scores
             prefix = split.replace("validation", "val")

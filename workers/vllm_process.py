@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from determinism import cpu_kernels
 from determinism.environment import facts, pin_process
 
 MIB = 1 << 20
+Call = tuple[list[int], Any, int]
+"""Prompt token ids, SamplingParams or PoolingParams, priority."""
 CPU_BLOCK_SIZE = 32
 """Tokens of a KV block on CPU: the smallest its attention kernel takes, so that most of a shared prefix is found."""
 
@@ -157,14 +159,19 @@ def start_engine(
     return engine
 
 
-def run_requests(engine: Any, requests: Iterable[tuple[list[int], Any, int]]) -> list[Any]:
-    """Submit requests and step the engine until all are finished.
-
-    Args:
-        requests: (prompt token ids, SamplingParams or PoolingParams, priority) in submission order.
+def run_requests(engine: Any, requests: Iterable[Call]) -> list[Any]:
+    """Submit requests, in the given order, and step the engine until all are finished.
 
     Returns:
         vLLM's finished output of each request, in submission order.
+    """
+    return [output for _, output in sorted(stream_requests(engine, requests), key=lambda pair: pair[0])]
+
+
+def stream_requests(engine: Any, requests: Iterable[Call]) -> Generator[tuple[int, Any], None, None]:
+    """As `run_requests`, but (position, output) as each request finishes; the engine rests while nobody asks for the next.
+
+    Closing the iterator aborts what is left.
     """
     submitted: list[str] = []
     try:
@@ -174,15 +181,13 @@ def run_requests(engine: Any, requests: Iterable[tuple[list[int], Any, int]]) ->
             submitted.append(
                 engine.add_request(str(index), prompt, params, arrival_time=float(index), priority=priority)
             )
-        finished: dict[str, Any] = {}
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    finished[output.request_id] = output
+                    yield int(output.request_id), output
     except BaseException:
         engine.abort_request(submitted, internal=True)
         raise
-    return [finished[str(index)] for index in range(len(submitted))]
 
 
 def engine_facts(engine: Any, device: str, **more: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from reward.normalise import RunningNormaliser
 from reward.pool import PoolError
 from rollout.types import Episode, Prompt, SampleKey, Score
 from tests.trainer._tokenizers import word_tokenizer
+from workers.group import WorkerError
 
 NAN, INF = float("nan"), float("inf")
 
@@ -58,12 +59,14 @@ class Replicas:
     def __init__(self, size: int, value: Callable[[int], float] = float, delay_s: float = 0.0) -> None:
         self.size, self.value, self.delay_s = size, value, delay_s
         self.received: list[list[list[int]]] = []
+        self.scored = 0
 
     def run(self, method: str, sharded: Any = None, /, **common: Any) -> list[Any]:
         assert method == "score"
         assert len(sharded) == self.size
         time.sleep(self.delay_s)
         self.received = sharded
+        self.scored += sum(map(len, sharded))
         return [[self.value(len(ids)) for ids in shard] for shard in sharded]
 
 
@@ -112,6 +115,42 @@ class TestSum:
         scores, _ = manager.score(group("sleep 1"))
         assert time.monotonic() - begin < 1.9
         assert scores[0].by_source["f"] == 1.0
+
+    @pytest.mark.parametrize("early", [[], [2], [2, 0], [1, 2, 0]])
+    def test_what_is_scored_ahead_is_scored_once_and_comes_in_order(self, build: Build, early: list[int]) -> None:
+        engines = Replicas(1)
+        manager = with_model(build, engines, function("length"))
+        episodes = group(" b", " b b", " b b b")
+        scoring = manager.begin()
+        assert scoring.add is not None
+        for row in early:
+            scoring.add([episodes[row]])
+        scoring.complete(episodes)
+        assert manager.score(episodes, scoring) == with_model(build, Replicas(1), function("length")).score(episodes)
+        assert engines.scored == 3
+
+    def test_scoring_ahead_goes_on_while_the_caller_does_something_else(self, build: Build) -> None:
+        manager = with_model(build, Replicas(1, delay_s=0.5))
+        begin = time.monotonic()
+        scoring = manager.begin()
+        scoring.complete(group("a"))
+        assert time.monotonic() - begin < 0.4
+        time.sleep(0.7)
+        manager.score(group("a"), scoring)
+        assert time.monotonic() - begin < 1.1
+
+    def test_an_engine_that_fails_ahead_is_reported_when_the_scores_are_asked_for(self, build: Build) -> None:
+        def broken(length: int) -> float:
+            raise WorkerError("reward-0 was killed by SIGKILL")
+
+        manager = with_model(build, Replicas(1, broken))
+        scoring = manager.begin()
+        scoring.complete(group("a"))
+        with pytest.raises(WorkerError, match="reward-0"):
+            manager.score(group("a"), scoring)
+
+    def test_without_a_reward_model_nothing_can_be_scored_ahead(self, build: Build) -> None:
+        assert build(config(function("length"))).begin().add is None
 
     def test_every_rank_sees_what_the_main_process_scored(self, build: Build) -> None:
         box: list[Any] = []

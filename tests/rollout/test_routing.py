@@ -51,6 +51,19 @@ def test_a_group_is_spread_over_the_replicas():
     assert owners[0] == owners[1] == set(range(8))
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_kept_group_goes_to_one_replica_in_member_order(replicas):
+    shuffled = requests(8, 4)
+    random.Random(1).shuffle(shuffled)
+    placed = assign(shuffled, replicas, keep_groups=True)
+    assert sorted(r.key for part in placed for r in part) == [r.key for r in requests(8, 4)]
+    owners = [{r.key.task for r in part} for part in placed]
+    assert sum(map(len, owners)) == 8
+    assert max(map(len, owners)) - min(map(len, owners)) <= 1
+    for part in placed:
+        assert [r.key.sample for r in part] == [0, 1, 2, 3] * (len(part) // 4)
+
+
 @pytest.mark.parametrize("hash_seed", ["1", "2", "3"])
 def test_placement_is_the_same_in_any_process(hash_seed):
     program = (

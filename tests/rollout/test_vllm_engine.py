@@ -56,6 +56,23 @@ def test_an_empty_batch_gives_nothing(lab, policy):
     assert lab.generate(model=policy[0], requests=[]) == []
 
 
+@pytest.mark.parametrize("given_up", [0, 2])
+def test_portions_hold_the_same_generations_whatever_was_given_up_before(lab, policy, given_up):
+    requests = burst(9)
+    whole = lab.generate(model=policy[0], requests=requests)
+    parts = lab.portions(model=policy[0], requests=requests, counts=[4, 4, 4], given_up=given_up)
+    assert [len(part) for part in parts] == [4, 4, 1]
+    assert sorted((g for part in parts for g in part), key=lambda g: g.key) == whole
+    assert lab.generate(model=policy[0], requests=requests) == whole
+
+
+def test_requests_without_a_seed_draw_anew_each_time(lab, policy):
+    requests = [dataclasses.replace(request, seed=None) for request in burst(4, temperature=1.0, max_new_tokens=20)]
+    assert len({g.token_ids for g in lab.generate(model=policy[0], requests=requests)}) > 1
+    first, second = (lab.generate(model=policy[0], requests=requests) for _ in range(2))
+    assert first != second
+
+
 def test_logprobs_are_those_of_the_sampling_distribution():
     """By hand: log softmax([2, 0] / 0.5) at token 0; neither the raw -0.126928 nor raw/T."""
     assert math.log(1 / (1 + math.exp(-4))) == pytest.approx(-0.018150, abs=1e-6)
