@@ -1,6 +1,6 @@
 """The ledger: for each step, a digest of what each phase made, in the order in which the phases happened.
 
-    ledger.jsonl                    {"version": 1, "step": 3, "phases": {"prompts": "<32 hex>", "request_seeds": ..., ...}}
+    ledger.jsonl                    {"version": 2, "step": 3, "phases": {"prompts": "<32 hex>", "request_seeds": ..., ...}}
     ledger/step_000003.safetensors  with record=full: the raw tensors under their phase names
     ledger/step_000003.json         {"rows": [[prompt_id, task, sample], ...], "values": {phase: what is not a tensor}}
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # reading a ledger needs no torch, so comparing runs starts at once
     from torch import Tensor
 
-LEDGER_VERSION = 1
+LEDGER_VERSION = 2
 """Format of a line and meaning of its digests."""
 
 RECORD_MODES = ("off", "digest", "full")

@@ -69,6 +69,11 @@ class Updater:
         # There from the start, so that a checkpoint or digest before the first step needs no made-up step.
         self.exp_avg = [torch.zeros_like(local_rows(p)) for p in self.parameters]
         self.exp_avg_sq = [torch.zeros_like(local_rows(p)) for p in self.parameters]
+        self.moments: dict[str, Tensor] = {}
+        """The same as DTensors that share storage, by name (`<parameter>/exp_avg`)."""
+        for (name, parameter), average, square in zip(self.named, self.exp_avg, self.exp_avg_sq, strict=True):
+            self.moments[f"{name}/exp_avg"] = as_sharded(average, parameter)
+            self.moments[f"{name}/exp_avg_sq"] = as_sharded(square, parameter)
 
     @property
     def lr(self) -> float:
@@ -189,13 +194,8 @@ class Updater:
         self.applied += 1
 
     def named_state(self) -> dict[str, Tensor]:
-        """AdamW's moments as DTensors that share storage, by name (`<parameter>/exp_avg`), and the counts as tensors."""
-        state: dict[str, Tensor] = {}
-        for (name, parameter), average, square in zip(self.named, self.exp_avg, self.exp_avg_sq, strict=True):
-            state[f"{name}/exp_avg"] = as_sharded(average, parameter)
-            state[f"{name}/exp_avg_sq"] = as_sharded(square, parameter)
-        state["counts"] = torch.tensor([self.step, self.applied], dtype=torch.int64)
-        return state
+        """AdamW's moments, sharing storage, by name (`<parameter>/exp_avg`), and the counts as a tensor."""
+        return {**self.moments, "counts": torch.tensor([self.step, self.applied], dtype=torch.int64)}
 
     def restore_counts(self, counts: Tensor) -> None:
         """Take over the counts of a `named_state`; its other tensors are loaded in place."""

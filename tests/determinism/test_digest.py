@@ -73,7 +73,7 @@ def test_digests_are_frozen():
     assert digest_value({"a": [1, 2.5, None, True, "x"], "b": {}}) == "a83549415cf612410465bf4d3e0456e3"
     assert (
         module_digest([("w", torch.arange(6.0).reshape(2, 3)), ("step", torch.tensor(3.0))])
-        == "9148b4421f02945783a4e7e774d6f96e"
+        == "ce5c45b58fe0f6c1ebe3081fc668a03c"
     )
 
 
@@ -135,45 +135,95 @@ def test_digest_value_names_what_it_cannot_take():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.bool, torch.uint8])
-def test_shard_lanes_add_up_whatever_the_cut(dtype, monkeypatch):
-    rows, width = 13, 7
+@pytest.mark.parametrize(("rows", "width"), [(13, 7), (13, 4099)])
+def test_shard_lanes_add_up_whatever_the_cut(dtype, rows, width, monkeypatch):
     value = (draw(rows, width) * 3).to(dtype)
-    whole = shard_digest("w", value, 0)
+    whole = shard_digest(value, 0)
     for cuts in ([0, 13], [0, 7, 13], [0, 4, 8, 12, 13], [0, 13, 13], list(range(14))):
-        pieces = [shard_digest("w", value[a:b], a * width) for a, b in pairwise(cuts)]
+        pieces = [shard_digest(value[a:b], a * width) for a, b in pairwise(cuts)]
         assert torch.equal(torch.stack(pieces).sum(0), whole)
-    monkeypatch.setattr(digest, "_CHUNK", 5)
-    assert torch.equal(shard_digest("w", value, 0), whole)
+    flat = value.view(-1)
+    pieces = [shard_digest(flat[a:b], a) for a, b in pairwise([0, 1, 2, 41, 90, len(flat)])]
+    assert torch.equal(torch.stack(pieces).sum(0), whole)
+    monkeypatch.setattr(digest, "_AT_ONCE", 3)
+    assert torch.equal(shard_digest(value, 0), whole)
 
 
-def test_a_long_tensor_is_walked_in_chunks_with_the_same_answer():
-    value = draw(100_003)
-    cut = 40_001
-    assert torch.equal(
-        shard_digest("w", value, 0), shard_digest("w", value[:cut], 0) + shard_digest("w", value[cut:], cut)
-    )
-
-
-def test_shard_digest_equals_its_definition_in_plain_integers():
-    """The tensor code against exact Python integers: no overflow, sign or shift is lost on the way."""
-    value = draw(5)
+def exact_lanes(value: torch.Tensor, offset: int) -> torch.Tensor:
+    """The definition, byte by byte in exact Python integers."""
     mask = (1 << 64) - 1
-    key = int.from_bytes(digest.hashlib.blake2b(b"w", digest_size=8, person=b"exactrl1/shard").digest(), "little")
-    lanes = [0, 0]
-    for index, word in enumerate(struct.unpack("<5i", value.numpy().tobytes())):
-        x = ((key + (100 + index) * digest._INDEX_STEP) ^ word) & mask
-        for lane, factor in enumerate([digest._MUL_FIRST, digest._MUL_SECOND]):
-            x = x * factor & mask
-            x ^= x >> 32
-            lanes[lane] = (lanes[lane] + x) & mask
-    assert [lane & mask for lane in shard_digest("w", value, 100).tolist()] == lanes
+    drawn = digest.hashlib.shake_128(b"exactrl2/shard keys").digest(digest.PAGE * digest.LANES)
+    lanes = [0] * digest.LANES
+    for at, byte in enumerate(
+        value.contiguous().view(-1).view(torch.int8).tolist(), start=offset * value.element_size()
+    ):
+        page, i = divmod(at, digest.PAGE)
+        for lane in range(digest.LANES):
+            x = (page * 4 + lane // 8) * 0x9E3779B97F4A7C15 & mask
+            for factor in (0xB7E151628AED2A6B, 0x6A09E667F3BCC909):
+                x = (x ^ x >> 32) * factor & mask
+            weight = (x ^ x >> 32) | 1
+            lanes[lane] += weight * byte * (2 * (drawn[i * digest.LANES + lane] % 64) - 63)
+    return torch.tensor([struct.unpack("<q", struct.pack("<Q", lane & mask))[0] for lane in lanes])
 
 
-def test_both_lanes_see_every_single_bit():
+@pytest.mark.parametrize("offset", [0, 100, 1020, 2**33])
+def test_shard_digest_equals_its_definition_in_plain_integers(offset):
+    """The tensor code against exact Python integers: no overflow, sign or shift is lost on the way."""
+    value = draw(11)
+    assert torch.equal(shard_digest(value, offset), exact_lanes(value, offset))
+
+
+@pytest.mark.parametrize("byte", [-128, 127])
+def test_the_largest_sums_are_exact(byte):
+    """A page where every product has the greatest size; int8 products add pairs in 16 bits on some processors."""
+    keys = digest._keys(torch.device("cpu"))
+    assert keys.abs().max() == 63
+    for signs in (1, keys[:, :1].sign(), -keys[:, 5:6].sign()):
+        page = (torch.full((digest.PAGE, 1), byte) * signs).clamp(-128, 127).to(torch.int8)
+        pages = page.view(1, -1).repeat(40, 1)
+        assert torch.equal(torch._int_mm(pages, keys).long(), pages.long() @ keys.long())
+
+
+def test_every_lane_sees_every_single_bit():
     for value in (draw(3), draw(3).bfloat16(), draw(3).double(), torch.arange(3)):
-        base = shard_digest("w", value, 0)
+        base = shard_digest(value, 0)
         for bit in range(8 * value.element_size()):
-            assert bool((shard_digest("w", flip_bit(value, 1, bit), 0) != base).all()), (value.dtype, bit)
+            assert bool((shard_digest(flip_bit(value, 1, bit), 0) != base).all()), (value.dtype, bit)
+
+
+def test_no_change_within_one_element_goes_unseen():
+    """The keys of an element's bytes are linearly independent over the lanes, up to elements of 16 bytes."""
+    keys = digest._keys(torch.device("cpu")).double().view(-1, 16, digest.LANES)
+    assert bool((torch.linalg.matrix_rank(keys) == 16).all())
+
+
+def test_no_two_bytes_of_a_page_have_keys_alike():
+    """Else swapping them, or flipping both their signs, would go unseen."""
+    keys = digest._keys(torch.device("cpu"))
+    for group in keys.view(digest.PAGE, 4, 8).unbind(1):
+        assert len({tuple(row) for row in torch.cat([group, -group]).tolist()}) == 2 * digest.PAGE
+
+
+def test_page_weights_are_odd_and_differ_in_every_group():
+    weights = digest._weights(0, 20_000, torch.device("cpu"))
+    assert bool((weights % 2 != 0).all())
+    assert len(weights.unique()) == weights.numel()
+    assert torch.equal(digest._weights(19_990, 10, torch.device("cpu")), weights[19_990:])
+
+
+def test_swapped_pages_are_seen_in_every_lane():
+    value = draw(64, 1024)
+    swapped = value.clone()
+    swapped[[3, 40]] = value[[40, 3]]
+    assert bool((shard_digest(value, 0) != shard_digest(swapped, 0)).all())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_gives_the_same_lanes():
+    for value in (draw(5), draw(300, 1000), draw(300, 1001).bfloat16(), draw(4099, 4099)):
+        for offset in (0, 7):
+            assert torch.equal(shard_digest(value.cuda(), offset).cpu(), shard_digest(value, offset))
 
 
 def test_changes_that_a_plain_sum_would_miss_are_seen():
@@ -207,7 +257,7 @@ def test_tensor_digests_name_the_tensor_that_differs():
 
 def test_combine_gives_the_module_digest_of_summed_lanes():
     tensors = state()
-    entries = [(name, tensor.dtype, tensor.shape, shard_digest(name, tensor, 0)) for name, tensor in tensors]
+    entries = [(name, tensor.dtype, tensor.shape, shard_digest(tensor, 0)) for name, tensor in tensors]
     assert combine(entries) == module_digest(tensors)
     with pytest.raises(ValueError, match="two tensors are named 'weight'"):
         combine([entries[0], entries[0]])

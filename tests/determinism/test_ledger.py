@@ -46,7 +46,7 @@ def test_a_step_is_one_line_with_phases_in_the_order_they_happened(tmp_path):
     run(tmp_path, [3])
     line = json.loads((tmp_path / "ledger.jsonl").read_text())
     assert list(line) == ["version", "step", "phases"]
-    assert line["version"] == 1
+    assert line["version"] == 2
     assert list(line["phases"]) == [
         "prompts",
         "request_seeds",
@@ -134,7 +134,7 @@ def test_damage_before_the_last_line_is_an_error_that_names_the_line(tmp_path):
         (lines[0] + b"{]\n" + lines[2], "line 2: not a ledger record"),
         (lines[0] + b'{"step": 2}\n', "line 2: not a ledger record"),
         (lines[0] + lines[0], "line 2: step 1 follows step 1"),
-        (lines[0].replace(b'"version": 1', b'"version": 9'), "line 1: version 9"),
+        (lines[0].replace(b'"version": 2', b'"version": 9'), "line 1: version 9"),
     ]:
         path.write_bytes(damaged)
         with pytest.raises(LedgerError, match=message):
