@@ -66,10 +66,10 @@ def test_portions_hold_the_same_generations_whatever_was_given_up_before(lab, po
     assert lab.generate(model=policy[0], requests=requests) == whole
 
 
-def test_requests_without_a_seed_draw_anew_each_time(lab, policy):
+def test_requests_without_a_seed_draw_anew_each_time(stock_lab, policy):
     requests = [dataclasses.replace(request, seed=None) for request in burst(4, temperature=1.0, max_new_tokens=20)]
-    assert len({g.token_ids for g in lab.generate(model=policy[0], requests=requests)}) > 1
-    first, second = (lab.generate(model=policy[0], requests=requests) for _ in range(2))
+    assert len({g.token_ids for g in stock_lab.generate(model=policy[0], requests=requests)}) > 1
+    first, second = (stock_lab.generate(model=policy[0], requests=requests) for _ in range(2))
     assert first != second
 
 
