@@ -12,7 +12,7 @@ from typing import Any
 
 TAIL_LINES = 30
 _TAIL_BYTES = 16 * 1024
-_HOSTS = ("calls.py", "child.py", "ray_group.py", "torchrun_group.py")
+_HOSTS = ("calls.py", "child.py", "ray_actor.py", "ray_group.py", "torchrun_group.py")
 
 
 BUSY = "busy_seconds"

@@ -1,6 +1,6 @@
 """One driver and remote actors, on a Ray of this machine or on an existing cluster.
 
-Each worker is an actor: a process of its own, its variables in place before its interpreter starts, its output in
+Each worker is an actor (`ray_actor.py`): a process of its own, its variables in place before its interpreter starts, its output in
 `logs/{name}-{i}.log` on its node. A placement group reserves the run's slots (`resources.py`); actors ask for no CPUs of their
 own and are put into the slots, so that ranks and engines which take turns share them.
 
@@ -13,21 +13,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import psutil
 
-from workers.calls import Hosted, log_size, log_tail, traceback_text
+from workers.calls import log_size, log_tail, traceback_text
 from workers.group import WorkerError, WorkerFactory, WorkerGroup
 from workers.processes import end_processes, import_path
+from workers.ray_actor import ActorHost, Wire, as_wire, from_wire, to_wire
 from workers.resources import Needs, ResourceError
-from workers.transport import pack, unpack
+from workers.transport import pack
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -37,9 +36,6 @@ RESERVE_S = 60.0
 """Longest wait for the slots; on a shared cluster others may hold them."""
 POLITE_S = 3.0
 """How long idle workers may take to close themselves before their actors are killed."""
-
-Wire = tuple[bytes, list[np.ndarray]]
-"""A packed value as Ray carries it: arrays travel beside the pickle without a copy."""
 
 
 @dataclass(frozen=True)
@@ -191,87 +187,6 @@ class RayLauncher:
         return self._run_dir.absolute() / "logs" / f"{name}-{i}.log"
 
 
-class ActorHost:
-    """What runs in an actor: a worker, and the way to it."""
-
-    def __init__(self, label: str, log_file: str) -> None:
-        import faulthandler
-
-        self._label = label
-        self._log = Path(log_file)
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._log_start = log_size(self._log)
-        # On the level of descriptors, so that native code's output comes along.
-        fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        os.close(fd)
-        faulthandler.enable(2)
-        self._worker: Hosted | None = None
-        self._store: Any = None
-
-    def whereabouts(self) -> tuple[str, int]:
-        """Ray's id of the node, and the process id there."""
-        import ray
-
-        return ray.get_runtime_context().get_node_id(), os.getpid()
-
-    def open_store(self, world_size: int, timeout_s: float) -> tuple[str, int]:
-        """The ranks' rendezvous on this actor's node: (address, port)."""
-        import ray
-
-        from workers.distributed import open_store
-
-        host = ray.util.get_node_ip_address()
-        self._store = open_store(host, world_size, timeout_s)
-        return host, self._store.port
-
-    def build(self, factory: Wire, rendezvous: tuple[str, int, int, str, int, float] | None) -> tuple[str, Any]:
-        """Join the other ranks, when there is a rendezvous, and build the worker."""
-
-        def build() -> None:
-            if rendezvous is not None:
-                self._join(*rendezvous)
-            self._worker = Hosted(_from_wire(factory))
-
-        return self._answer("its start", build)
-
-    def call(
-        self, method: str, argument: Wire | None, common: Wire, names: Sequence[str], *handles: Any
-    ) -> tuple[str, Any]:
-        """Call the worker; `handles` are the values of exported results, `names` their keywords."""
-
-        def call() -> Any:
-            keywords = _from_wire(common)
-            keywords.update({name: _from_wire(value) for name, (_, value) in zip(names, handles, strict=True)})
-            assert self._worker is not None, "built before it is called"
-            return self._worker.call(method, [] if argument is None else [_from_wire(argument)], keywords)
-
-        return self._answer(method, call)
-
-    def stop(self) -> None:
-        """Let the worker close itself."""
-        if self._worker is not None:
-            self._worker.close()
-
-    def _join(self, device: str, rank: int, world_size: int, host: str, port: int, timeout_s: float) -> None:
-        from workers import distributed
-
-        distributed.set_rank_variables(rank, world_size, 0, host, port)
-        store = self._store or distributed.connect_store(host, port, world_size, timeout_s)
-        distributed.init_process_group(device, rank, world_size, 0, timeout_s, store)
-
-    def _answer(self, method: str, function: Callable[[], Any]) -> tuple[str, Any]:
-        try:
-            answer: tuple[str, Any] = ("ok", _to_wire(function()))
-        except Exception as error:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            what = f"{self._label} (pid {os.getpid()}) raised in {method}"
-            answer = ("error", "\n".join([what, traceback_text(error), log_tail(self._log, self._log_start)]))
-        return answer
-
-
 class _RayGroup:
     """A `WorkerGroup` of actors."""
 
@@ -292,7 +207,7 @@ class _RayGroup:
 
     def build(self, factory: WorkerFactory, rendezvous: Sequence[Any], wait: bool = True) -> None:
         """Let every actor build its worker; raises as `run` does, and when the group's start takes too long (unless the first call is to wait)."""
-        wire = _to_wire(factory)
+        wire = to_wire(factory)
         self._building = [
             actor.build.remote(wire, place) for actor, place in zip(self._actors, rendezvous, strict=True)
         ]
@@ -335,7 +250,7 @@ class _RayGroup:
 
     def run(self, method: str, sharded: Sequence[Any] | None = None, /, **common: Any) -> list[Any]:
         self._settle()
-        return [_from_wire(wire) for wire in self._collect(self._send(method, sharded, common), method)]
+        return [from_wire(wire) for wire in self._collect(self._send(method, sharded, common), method)]
 
     def export(self, method: str, /, **common: Any) -> Any:
         self._settle()
@@ -380,10 +295,10 @@ class _RayGroup:
             raise ValueError(f"{self.name}.{method}: {len(sharded)} sharded arguments for {self.size} workers")
         handles = {key: value.ref for key, value in common.items() if isinstance(value, RayHandle)}
         plain = pack({key: value for key, value in common.items() if key not in handles})
-        keywords: Any = _as_wire(plain)
+        keywords: Any = as_wire(plain)
         if plain.nbytes > PUT_LIMIT and self.size > 1:
             keywords = ray.put(keywords)
-        arguments = [None] * self.size if sharded is None else [_to_wire(value) for value in sharded]
+        arguments = [None] * self.size if sharded is None else [to_wire(value) for value in sharded]
         self._idle = False
         return [
             actor.call.remote(method, argument, keywords, list(handles), *handles.values())
@@ -426,20 +341,6 @@ class _RayGroup:
         return (
             f"{self.name}-{index}{pid} died during {method}\n{text}\n{log_tail(self._logs[index], self._starts[index])}"
         )
-
-
-def _as_wire(packed: Any) -> Wire:
-    return packed.header, [np.frombuffer(buffer, dtype=np.uint8) for buffer in packed.buffers]
-
-
-def _to_wire(value: Any) -> Wire:
-    return _as_wire(pack(value))
-
-
-def _from_wire(wire: Wire) -> Any:
-    """Unpack; copies, since the object store's memory is shared and must not be written to."""
-    header, arrays = wire
-    return unpack(header, [bytearray(array) for array in arrays])
 
 
 def _start_ray(address: str | None, num_cpus: int | None) -> bool:

@@ -103,6 +103,7 @@ def test_an_exception_carries_the_workers_own_traceback_and_log_and_the_group_go
     assert "toy.py" in message
     assert "about to fail" in message
     assert "ray_group.py" not in message
+    assert "ray_actor.py" not in message
     assert engines.run("part.double", [1, 2]) == [2, 4]
 
 
