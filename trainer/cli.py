@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.pipes import ending_with_the_reader
+
 if TYPE_CHECKING:
     from configs.problems import Problem
     from configs.schema import Config, DataSourceConfig
@@ -55,6 +57,10 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `exactrl ARGV...`; the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return ending_with_the_reader(lambda: _run(arguments))
+
+
+def _run(arguments: list[str]) -> int:
     commands = available_commands()
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage(commands))
