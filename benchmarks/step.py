@@ -9,6 +9,7 @@ step with vLLM directly in one process. Every figure is a ratio or a time from t
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -26,8 +27,18 @@ import psutil
 # A script's own folder comes first on the path, where `determinism.py` would hide the package of that name.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-# Work inside engines and models; the rest of a phase is transfer, waiting and bookkeeping.
-INSIDE = ("generate", "score", "actor.logprobs", "ref.logprobs", "critic.values", "critic.update", "actor.update")
+# Work inside engines and models; the rest of a phase is transfer, waiting and bookkeeping. Of the scoring only what the step
+# waits for counts: the rest happens during the others.
+INSIDE = (
+    "begin",
+    "finished",
+    "generate",
+    "actor.logprobs",
+    "ref.logprobs",
+    "critic.values",
+    "critic.update",
+    "actor.update",
+)
 
 DIRECT = """
 import json, sys, time
@@ -127,6 +138,23 @@ def direct_throughput(run: Path, steps: int) -> float:
     return float(lines[0].split()[1])
 
 
+def start_alone(run: Path) -> float:
+    """Seconds from starting a rollout engine's process until it could generate, with nothing else on the machine."""
+    from configs.compose import from_yaml
+    from determinism.environment import process_env
+    from rollout.vllm_engine import VLLMEngine
+    from workers.processes import ProcessGroup
+
+    config = from_yaml(run / "config.yaml")
+    settings: dict[str, Any] = {"full_determinism": True, "threads": config.determinism.threads, "device": "cpu"}
+    factory = functools.partial(VLLMEngine, config.model.path, config=config.rollout, max_model_len=64, **settings)
+    begin = time.perf_counter()
+    group = ProcessGroup("alone", factory, 1, process_env(True, config.determinism.threads, "cpu"), run / "logs")
+    seconds = time.perf_counter() - begin
+    group.close()
+    return seconds
+
+
 def summarise(run: Path, steps: int, memory: float) -> dict[str, Any]:
     """Means over the steps after the first, which warms caches."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"timing_s/step"' in line][
@@ -134,13 +162,15 @@ def summarise(run: Path, steps: int, memory: float) -> dict[str, Any]:
     ]
     step = mean(row["timing_s/step"] for row in rows)
     inside = {name: mean(row.get(f"timing_s/busy/{name}", 0.0) for row in rows) for name in INSIDE}
+    inside["reward inference, waited for"] = mean(row["timing_s/reward"] for row in rows)
     phases = sorted({key for row in rows for key in row if key.startswith("timing_s/") and "/busy/" not in key})
     generated = [json.loads(line) for line in (run / "episodes" / f"step_{steps:06d}.jsonl").read_text().splitlines()]
     tokens = sum(len(row["response_ids"]) for row in generated)
     rollout = tokens / rows[-1]["timing_s/gen"]
     direct = direct_throughput(run, steps)
     manifest = json.loads((run / "manifest.json").read_text())
-    starts = manifest.get("informative", {}).get("start_s", {})
+    starts = {"all at once, " + name: times for name, times in manifest["informative"]["start_s"].items()}
+    starts["a rollout engine alone"] = [start_alone(run)]
     return {
         "step_s": step,
         "phases_s": {name.removeprefix("timing_s/"): mean(row.get(name, 0.0) for row in rows) for name in phases},
@@ -159,9 +189,9 @@ def show(result: dict[str, Any]) -> None:
     print(f"\n{'phase':20} {'s':>8} {'share':>7}")
     for name, seconds in sorted(result["phases_s"].items(), key=lambda item: -item[1]):
         print(f"{name:20} {seconds:8.3f} {seconds / result['step_s']:7.1%}")
-    print(f"\n{'inside':20} {'s':>8}")
+    print(f"\n{'inside':28} {'s':>8}")
     for name, seconds in result["inside_s"].items():
-        print(f"{name:20} {seconds:8.3f}")
+        print(f"{name:28} {seconds:8.3f}")
     goals = [
         ("share of a step inside engines and models", f"{result['inside_share']:.1%}", "at least 70%"),
         ("rollout tokens/s", f"{result['rollout_tokens_per_s']:.0f}", ""),
