@@ -359,7 +359,11 @@ def _start_ray(address: str | None, num_cpus: int | None) -> bool:
         try:
             ray.init(address=address, **quiet)
         except ConnectionError as error:
-            raise ResourceError(f"launcher.ray_address={address}: no Ray cluster answers there ({error})") from error
+            # Ray itself offers its token to an address only when told to, and calls a refusal a failed connection.
+            way_out = "" if "RAY_AUTH_MODE" in os.environ else "; if it asks for a token, set RAY_AUTH_MODE=token"
+            raise ResourceError(
+                f"launcher.ray_address={address}: no Ray cluster answers there ({error}){way_out}"
+            ) from error
     else:
         # "local": a cluster that RAY_ADDRESS names is joined only when launcher.ray_address says so.
         _start_local({"address": "local", "num_cpus": num_cpus, "include_dashboard": False, **quiet})
