@@ -14,9 +14,8 @@ from torch import Tensor
 
 from trainer.experience import loss_totals
 from trainer.metrics import combine_metrics
-from workers.batch import TokenBatch
+from workers.batch import MiniBatch, TokenBatch
 from workers.group import WorkerGroup, deal, undeal
-from workers.optim import MiniBatch
 
 
 @dataclass(frozen=True)
