@@ -15,7 +15,11 @@ from tests.e2e import runs
 
 ACCURACY = "val/sums_heldout/pass@1"
 SETTINGS = (
-    *("experiment=tiny_ppo", "reward=verifier", "full_determinism=true", "actor.optim.lr=3e-4"),
+    *(
+        "experiment=tiny_ppo",
+        "reward=verifier",
+        "full_determinism=true",
+    ),
     *("trainer.total_steps=4", "trainer.validate_every=4", "trainer.checkpoint_at_end=false"),
     *("rollout.replicas=1", "launcher.name=torchrun", "launcher.num_ranks=1", "tracking=disabled"),
 )

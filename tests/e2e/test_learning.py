@@ -11,18 +11,17 @@ from tests.e2e import runs
 ACCURACY = "val/sums_heldout/pass@1"
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(s, marks=pytest.mark.long) for s in (1, 2))]
-)
-@pytest.mark.timeout(1200)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.timeout(580)
 def test_ppo_raises_held_out_accuracy_by_twenty_points(tmp_path, seed):
     run = tmp_path / "run"
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "trainer.main_ppo"),
+        *(sys.executable, "-m", "trainer.main_ppo", "launcher.num_ranks=1", "rollout.replicas=1"),
         *("experiment=tiny_ppo", "full_determinism=true", f"seed={seed}", f"run.dir={run}", "tracking=disabled"),
-        *("trainer.total_steps=30", "trainer.validate_every=30", "launcher.name=torchrun"),
+        *("trainer.total_steps=16", "trainer.validate_every=16", "launcher.name=torchrun"),
     ]
-    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=1100, check=False)
+    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     accuracy = [row[ACCURACY] for row in runs.metrics(run) if ACCURACY in row]
     assert accuracy[0] < 0.75, "the warm start is not mediocre"

@@ -108,7 +108,7 @@ def test_a_run_directory_keeps_its_contract(reference):
         assert any((reference / name).iterdir()), name
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_four_ranks_and_four_replicas_keep_the_bits_of_bf16_two_epochs_and_an_adaptive_kl(tmp_path):
     settings = (
         *("actor.fsdp.precision=bf16", "critic.fsdp.precision=bf16", "ref.fsdp.precision=bf16", "actor.ppo_epochs=2"),
