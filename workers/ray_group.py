@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ PUT_LIMIT = 100 * 1024
 """Bytes. Keywords larger than this go to the object store once instead of to each actor."""
 RESERVE_S = 60.0
 """Longest wait for the slots; on a shared cluster others may hold them."""
+KNOCK_S = 10.0
+"""Longest wait for the head of a cluster to take a connection."""
 POLITE_S = 3.0
 """How long idle workers may take to close themselves before their actors are killed."""
 
@@ -356,6 +359,7 @@ def _start_ray(address: str | None, num_cpus: int | None) -> bool:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "exactrl"}
     if address is not None:
+        _knock(address)
         try:
             ray.init(address=address, **quiet)
         except ConnectionError as error:
@@ -368,6 +372,26 @@ def _start_ray(address: str | None, num_cpus: int | None) -> bool:
         # "local": a cluster that RAY_ADDRESS names is joined only when launcher.ray_address says so.
         _start_local({"address": "local", "num_cpus": num_cpus, "include_dashboard": False, **quiet})
     return True
+
+
+def _knock(address: str) -> None:
+    """Whether anything listens at `host:port`: Ray itself would try for more than three minutes.
+
+    Raises:
+        ResourceError: nothing does, or the address is of a kind that is not served.
+    """
+    if address.startswith("ray://"):
+        raise ResourceError(
+            f"launcher.ray_address={address}: Ray's client is not supported; start the run on a node of the cluster and give "
+            "`auto`, or the head's host:port"
+        )
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # `auto`, or whatever else Ray knows
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+    except OSError as error:
+        raise ResourceError(f"launcher.ray_address={address}: no Ray cluster answers there ({error})") from error
 
 
 def _start_local(options: dict[str, Any]) -> None:

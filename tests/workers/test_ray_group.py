@@ -133,6 +133,22 @@ def test_a_cluster_that_is_too_small_is_told_at_once(launcher, run_dir):
         RayLauncher(run_dir, Needs(1, 1, 1, "a test"))
 
 
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [("127.0.0.1:1", "ray_address=127.0.0.1:1: no Ray cluster answers there"), ("ray://head:10001", "client is not")],
+)
+def test_an_address_without_a_cluster_is_told_at_once(run_dir, address, message):
+    program = (
+        "import sys; from workers.ray_group import RayLauncher; from workers.resources import Needs; "
+        "RayLauncher(sys.argv[1], Needs(1, 1, 0, 'one'), address=sys.argv[2])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(run_dir), address], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert message in done.stderr.splitlines()[-1]
+
+
 def test_a_failure_at_start_shows_the_traceback_and_the_log(launcher):
     with pytest.raises(WorkerError) as caught:
         launcher.engine_group("broken", Broken, 1, {})
