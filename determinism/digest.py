@@ -26,7 +26,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ PAGE = 4096
 
 _GROUPS = 4  # lanes of one group share the page weights; two pages whose weights are alike in one are not in the others
 _AT_ONCE = 256  # pages worked on at once: they and what is made of them stay in the core's cache
-_FEW_PAGES = 32  # so many at least go into a product (cuBLAS takes none with fewer than 17 rows); zeros add nothing
+_FEW = 32  # pieces with fewer whole pages share a product with others; cuBLAS takes none with fewer than 17 pages
 
 
 def _signed(value: int) -> int:
@@ -94,49 +94,85 @@ def digest_value(value: Any) -> str:
     return hasher.hexdigest()
 
 
-def shard_digest(local: Tensor, offset: int) -> Tensor:
-    """The contribution of a contiguous piece of a tensor: [LANES] int64, to be added (mod 2**64) to those of the other pieces.
+def shard_digests(pieces: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Contributions of contiguous pieces of tensors, to be added (mod 2**64) to those of the same tensors' other pieces.
 
     Args:
-        local: the piece, any shape (its elements are taken in row-major order), any dtype, any device.
-        offset: flat index of the piece's first element in the whole tensor.
+        pieces: of each, the piece, any shape (its elements are taken in row-major order), any dtype, all on one device;
+            and the flat index of its first element in the whole tensor.
 
     Returns:
-        Lanes on `local`'s device. An empty piece contributes zeros.
+        [len(pieces), LANES] int64 on the pieces' device. An empty piece contributes zeros.
     """
-    data = local.detach().contiguous().reshape(-1).view(torch.int8)
-    page, lead = divmod(offset * local.element_size(), PAGE)
-    if lead + data.numel() <= _FEW_PAGES * PAGE:
-        return _lanes(_padded(data, lead), page)
-    head = -lead % PAGE
-    whole = (data.numel() - head) // PAGE
-    body = data[head : head + whole * PAGE].view(whole, PAGE)
-    if body.data_ptr() % 16:  # matrix kernels of GPUs want aligned addresses
-        body = body.clone()
-    first = page + bool(lead)
-    at_once = _AT_ONCE if data.device.type == "cpu" else _AT_ONCE << 7  # a GPU wants fewer, larger kernels
-    lanes, at = torch.zeros(LANES, dtype=torch.int64, device=data.device), first
-    for pages in body.tensor_split(-(-whole // at_once)):
-        lanes += _lanes(pages, at)
-        at += len(pages)
-    if head:
-        lanes += _lanes(_padded(data[:head], lead), page)
-    if head + body.numel() < data.numel():
-        lanes += _lanes(_padded(data[head + body.numel() :], 0), at)
+    device = pieces[0][0].device
+    at_once = _AT_ONCE if device.type == "cpu" else _AT_ONCE << 7  # a GPU wants fewer, larger kernels
+    lanes = torch.zeros(len(pieces), LANES, dtype=torch.int64, device=device)
+    small: list[_Bytes] = []
+    for row, (local, offset) in enumerate(pieces):
+        data = local.detach().contiguous().reshape(-1).view(torch.int8)
+        page, lead = divmod(offset * local.element_size(), PAGE)
+        head = -lead % PAGE
+        whole = (data.numel() - head) // PAGE
+        if whole < _FEW:
+            small.append(_Bytes(row, page, lead, data))
+            continue
+        end = head + whole * PAGE
+        body = data[head:end].view(whole, PAGE)
+        if body.data_ptr() % 16:  # matrix kernels of GPUs want aligned addresses
+            body = body.clone()
+        first = page + bool(lead)
+        small += [_Bytes(row, page, lead, data[:head]), _Bytes(row, first + whole, 0, data[end:])]
+        at = first
+        for pages in body.tensor_split(-(-whole // at_once)):
+            lanes[row] += _weighted(pages, _run_of_weights(at, len(pages), device)).sum(0)
+            at += len(pages)
+    _add_small(small, lanes)
     return lanes
 
 
-def _padded(data: Tensor, lead: int) -> Tensor:
-    """A few bytes as pages, with `lead` zeros before and zeros after."""
-    pages = data.new_zeros(_FEW_PAGES, PAGE)
-    pages.view(-1)[lead : lead + data.numel()] = data
-    return pages
+class _Bytes(NamedTuple):
+    """Too few bytes for a product of their own."""
+
+    row: int
+    """Whose they are."""
+    page: int
+    """The page of the first, in its tensor."""
+    lead: int
+    """The first's place in that page."""
+    data: Tensor
 
 
-def _lanes(pages: Tensor, first: int) -> Tensor:
-    """Both sums over [n, PAGE] int8 pages, of which the first has the number `first` in its tensor: [LANES] int64."""
-    sums = torch._int_mm(pages, _keys(pages.device)).view(len(pages), _GROUPS, -1)
-    return (sums * _weights(first, len(pages), pages.device)[:, :, None]).sum(0).reshape(-1)
+def _add_small(pieces: Iterable[_Bytes], lanes: Tensor) -> None:
+    """Add pieces to their rows of `lanes`, several in one product: each on pages of its own, with zeros around it, which add nothing."""
+    pages = lanes.new_zeros(_AT_ONCE, PAGE, dtype=torch.int8)
+    rows: list[int] = []
+    numbers: list[int] = []
+
+    def add() -> None:
+        index = torch.tensor([rows, numbers], device=lanes.device)
+        used = pages[: max(len(rows), _FEW)]
+        products = _weighted(used, _weights(index[1]), len(rows))
+        lanes.index_add_(0, index[0], products)
+        used.zero_()
+        rows.clear()
+        numbers.clear()
+
+    for row, page, lead, data in pieces:
+        count = -(-(lead + data.numel()) // PAGE) if data.numel() else 0
+        if len(rows) + count > _AT_ONCE:
+            add()
+        start = len(rows) * PAGE + lead
+        pages.view(-1)[start : start + data.numel()] = data
+        rows += [row] * count
+        numbers += range(page, page + count)
+    if rows:
+        add()
+
+
+def _weighted(pages: Tensor, weights: Tensor, count: int | None = None) -> Tensor:
+    """[n, PAGE] int8 pages to [n, LANES] int64: their sums by key, times the pages' weights. Only the first `count`, if given."""
+    sums = torch._int_mm(pages, _keys(pages.device))[:count]
+    return (sums.view(-1, _GROUPS, LANES // _GROUPS) * weights[:, :, None]).view(-1, LANES)
 
 
 @functools.cache
@@ -150,28 +186,18 @@ def _keys(device: torch.device) -> Tensor:
     return keys.to(device, torch.int8).view(PAGE, LANES)
 
 
-@functools.lru_cache(maxsize=1024)  # the same few again and again: layers are alike, and so are steps
-def _weights(first: int, count: int, device: torch.device) -> Tensor:
-    """[count, _GROUPS] int64 odd weights of pages: a multiplication carries bits up, a xor-shift brings them down again."""
-    x = torch.arange(first * _GROUPS, (first + count) * _GROUPS, device=device).view(count, _GROUPS) * _INDEX_STEP
+def _weights(numbers: Tensor) -> Tensor:
+    """[n] int64 page numbers to [n, _GROUPS] int64 odd weights: a multiplication carries bits up, a xor-shift brings them down again."""
+    x = (numbers[:, None] * _GROUPS + torch.arange(_GROUPS, device=numbers.device)) * _INDEX_STEP
     for factor in _MIXERS:
         # torch shifts the sign in, which is masked away.
         x.bitwise_xor_((x >> 32).bitwise_and_(0xFFFFFFFF)).mul_(factor)
     return x.bitwise_xor_((x >> 32).bitwise_and_(0xFFFFFFFF)).bitwise_or_(1)
 
 
-def combine(named_lanes: Iterable[tuple[str, torch.dtype, Sequence[int], Tensor]]) -> str:
-    """One digest for tensors given as (name, dtype, global shape, summed lanes), in any order.
-
-    Raises:
-        ValueError: two tensors share a name.
-    """
-    per_tensor = {}
-    for name, dtype, shape, lanes in named_lanes:
-        if name in per_tensor:
-            raise ValueError(f"combine: two tensors are named {name!r}; digests need distinct names")
-        per_tensor[name] = _lane_digest(name, dtype, shape, lanes)
-    return digest_value(per_tensor)
+@functools.lru_cache(maxsize=1024)  # the same few again and again: layers are alike, and so are steps
+def _run_of_weights(first: int, count: int, device: torch.device) -> Tensor:
+    return _weights(torch.arange(first, first + count, device=device))
 
 
 def module_digest(named_tensors: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None = None) -> str:
@@ -191,33 +217,58 @@ def module_digest(named_tensors: Iterable[tuple[str, Tensor]], group: dist.Proce
         >>> module_digest(model.named_parameters())  # doctest: +SKIP
         '5e0c2a...'
     """
-    return digest_value(tensor_digests(named_tensors, group))
+    return module_digests({"": named_tensors}, group)[""]
 
 
-@torch.no_grad()  # else each `to_local` is a node of a graph
+def module_digests(
+    modules: Mapping[str, Iterable[tuple[str, Tensor]]], group: dist.ProcessGroup | None = None
+) -> dict[str, str]:
+    """The `module_digest` of each of several, with one all_reduce for all of them."""
+    found = _digests({name: _distinct(tensors) for name, tensors in modules.items()}, group)
+    return {name: digest_value(tensors) for name, tensors in found.items()}
+
+
 def tensor_digests(
     named_tensors: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None = None
 ) -> dict[str, str]:
     """Like `module_digest`, but a digest a tensor, by name: says *which* parameter differs."""
+    return _digests({"": _distinct(named_tensors)}, group)[""]
+
+
+def _distinct(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, tensor in named_tensors:
         if name in tensors:
-            raise ValueError(f"tensor_digests: two tensors are named {name!r}; digests need distinct names")
+            raise ValueError(f"two tensors are named {name!r}; digests need distinct names")
         tensors[name] = tensor
-    lanes = {name: _local_lanes(name, tensor) for name, tensor in tensors.items()}
-    sharded = [name for name, tensor in tensors.items() if _is_dtensor(tensor)]
-    if sharded:
-        device = torch.device(tensors[sharded[0]].device.type)
-        total = torch.stack([lanes[name].to(device) for name in sharded])
-        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
-        lanes.update(zip(sharded, total.cpu(), strict=True))
-    return {name: _lane_digest(name, t.dtype, t.shape, lanes[name]) for name, t in sorted(tensors.items())}
+    return tensors
 
 
-def _local_lanes(name: str, tensor: Tensor) -> Tensor:
-    """This rank's share of a tensor's lanes; of replicas, only the first contributes."""
+@torch.no_grad()  # else each `to_local` is a node of a graph
+def _digests(modules: Mapping[str, dict[str, Tensor]], group: dist.ProcessGroup | None) -> dict[str, dict[str, str]]:
+    """Module -> tensor -> digest, sorted by tensor."""
+    entries = [(module, name, t) for module, tensors in modules.items() for name, t in sorted(tensors.items())]
+    shards = [_local_piece(name, t) for _, name, t in entries]
+    lanes: list[list[int]] = [[]] * len(entries)
+    by_kind: dict[tuple[bool, torch.device], list[int]] = {}
+    for i, (_, _, tensor) in enumerate(entries):
+        by_kind.setdefault((_is_dtensor(tensor), shards[i][0].device), []).append(i)
+    for (sharded, _), indices in by_kind.items():
+        total = shard_digests([shards[i] for i in indices])
+        if sharded:
+            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+        for i, row in zip(indices, total.tolist(), strict=True):
+            lanes[i] = row
+    result: dict[str, dict[str, str]] = {module: {} for module in modules}
+    for (module, name, tensor), row in zip(entries, lanes, strict=True):
+        result[module][name] = digest_value([name, str(tensor.dtype), list(tensor.shape), row])
+    return result
+
+
+def _local_piece(name: str, tensor: Tensor) -> tuple[Tensor, int]:
+    """This rank's piece of a tensor and its place; of replicas, only the first contributes."""
     if not _is_dtensor(tensor):
-        return shard_digest(tensor, 0)
+        return tensor, 0
     from torch.distributed.tensor import Replicate, Shard
 
     mesh, placements, local = tensor.device_mesh, tensor.placements, tensor.to_local()
@@ -228,12 +279,12 @@ def _local_lanes(name: str, tensor: Tensor) -> Tensor:
         )
     coordinate = mesh.get_coordinate()
     if coordinate is None or any(type(p) is Replicate and at for p, at in zip(placements, coordinate, strict=True)):
-        return torch.zeros(LANES, dtype=torch.int64, device=local.device)
+        return local[:0], 0
     row = 0
     for placement, at, size in zip(placements, coordinate, mesh.shape, strict=True):
         if type(placement) is Shard:  # equal chunks, rounded up, so the last ranks may hold fewer rows or none
             row = min(at * -(-tensor.shape[0] // size), tensor.shape[0])
-    return shard_digest(local, row * math.prod(tensor.shape[1:]))
+    return local, row * math.prod(tensor.shape[1:])
 
 
 def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -242,10 +293,6 @@ def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
-
-
-def _lane_digest(name: str, dtype: torch.dtype, shape: Sequence[int], lanes: Tensor) -> str:
-    return digest_value([name, str(dtype), list(shape), lanes.tolist()])
 
 
 def _tensor_header(dtype: torch.dtype, shape: Sequence[int]) -> bytes:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import LoraConfig, OptimizerConfig
-from determinism.digest import module_digest
+from determinism.digest import module_digests
 from workers.batch import MiniBatch, TokenBatch, UpdateResult
 from workers.lora import merged
 from workers.optim import Loss, Updater
@@ -89,10 +89,13 @@ class ShardedModel(ABC):
         weights = full_weights(self.network)
         return weights if self.lora is None else merged(weights, self.lora)
 
-    def digests(self) -> tuple[str, str]:
-        """Digests of the trained weights and of the optimizer's state; the same for any sharding."""
-        state = self._trained.named_state()
-        return module_digest(self._trained.named), module_digest(state.items())
+    def named_state(self) -> dict[str, list[tuple[str, Tensor]]]:
+        """Trained `weights` and `optimizer` state, sharing storage."""
+        return {"weights": self._trained.named, "optimizer": list(self._trained.named_state().items())}
+
+    def digests(self) -> dict[str, str]:
+        """Digests of `weights` and `optimizer`; the same for any sharding."""
+        return module_digests(self.named_state())
 
     def state(self) -> dict[str, Tensor]:
         """Everything training changes, sharing storage, for a checkpoint: trained weights and optimizer state."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from configs.schema import Config
 from determinism import environment
+from determinism.digest import module_digests
 from workers.policy import BaseOfAdapters, PolicyModel
 from workers.sharded_model import ShardedModel
 from workers.sharding import rank_mesh
@@ -125,10 +126,12 @@ class TrainerWorker:
 
     def digests(self) -> dict[str, str]:
         """Ledger phase -> digest of the trained weights and of the optimizer state; the same for any sharding."""
-        result: dict[str, str] = {}
-        for name, model in self.trained.items():
-            result[f"{name}_weights"], result[f"{name}_optimizer"] = model.digests()
-        return result
+        parts = {
+            f"{role}_{part}": named
+            for role, model in self.trained.items()
+            for part, named in model.named_state().items()
+        }
+        return module_digests(parts)
 
     def save(self, path: str) -> None:
         """Write trained weights, optimizer states and schedules into the directory `path`, each rank its shards."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from determinism import digest
-from determinism.digest import combine, digest_tensor, digest_value, module_digest, shard_digest, tensor_digests
+from determinism.digest import digest_tensor, digest_value, module_digest, module_digests, shard_digests, tensor_digests
 from determinism.seeds import torch_generator
 from tests.determinism.gloo import on_ranks
 
@@ -32,6 +32,10 @@ def state(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
         ("step", torch.tensor(4.0)),
         ("nothing", torch.zeros(0, 4)),
     ]
+
+
+def shard_digest(piece: torch.Tensor, offset: int) -> torch.Tensor:
+    return shard_digests([(piece, offset)])[0]
 
 
 def flip_bit(tensor: torch.Tensor, index: int, bit: int) -> torch.Tensor:
@@ -145,7 +149,7 @@ def test_shard_lanes_add_up_whatever_the_cut(dtype, rows, width, monkeypatch):
     flat = value.view(-1)
     pieces = [shard_digest(flat[a:b], a) for a, b in pairwise([0, 1, 2, 41, 90, len(flat)])]
     assert torch.equal(torch.stack(pieces).sum(0), whole)
-    monkeypatch.setattr(digest, "_AT_ONCE", 3)
+    monkeypatch.setattr(digest, "_AT_ONCE", 40)
     assert torch.equal(shard_digest(value, 0), whole)
 
 
@@ -206,10 +210,10 @@ def test_no_two_bytes_of_a_page_have_keys_alike():
 
 
 def test_page_weights_are_odd_and_differ_in_every_group():
-    weights = digest._weights(0, 20_000, torch.device("cpu"))
+    weights = digest._weights(torch.arange(20_000))
     assert bool((weights % 2 != 0).all())
     assert len(weights.unique()) == weights.numel()
-    assert torch.equal(digest._weights(19_990, 10, torch.device("cpu")), weights[19_990:])
+    assert torch.equal(digest._run_of_weights(19_990, 10, torch.device("cpu")), weights[19_990:])
 
 
 def test_swapped_pages_are_seen_in_every_lane():
@@ -255,12 +259,17 @@ def test_tensor_digests_name_the_tensor_that_differs():
     assert module_digest(tensors.items()) != module_digest(changed.items())
 
 
-def test_combine_gives_the_module_digest_of_summed_lanes():
-    tensors = state()
-    entries = [(name, tensor.dtype, tensor.shape, shard_digest(tensor, 0)) for name, tensor in tensors]
-    assert combine(entries) == module_digest(tensors)
-    with pytest.raises(ValueError, match="two tensors are named 'weight'"):
-        combine([entries[0], entries[0]])
+def test_several_modules_at_once_have_the_digests_they_have_alone():
+    modules = {"weights": state(), "optimizer": state(seed=5), "nothing": []}
+    assert module_digests(modules) == {name: module_digest(tensors) for name, tensors in modules.items()}
+
+
+def test_many_small_tensors_share_products_and_do_not_mix():
+    """More than one product's worth, of all sizes up to some pages; each has the lanes it has alone."""
+    pieces = [(draw(37 * i, seed=i), 13 * i) for i in range(150)]
+    together = shard_digests(pieces)
+    assert torch.equal(together, torch.cat([shard_digests([piece]) for piece in pieces]))
+    assert len({tuple(row) for row in together.tolist()}) == 150
 
 
 def test_gradients_and_parameters_are_not_disturbed():
