@@ -37,7 +37,7 @@ def run(config: Config) -> int:
     """Train as configured; returns the exit code.
 
     Raises:
-        UserError: something about the inputs is wrong; nothing was started.
+        UserError: something about the inputs is wrong; no worker was started.
         WorkerError: a worker failed; carries its traceback.
     """
     start(config)
