@@ -99,32 +99,21 @@ def resolve_paths(config: Config) -> Config:
     )
 
 
-def run_tokenizer(config: Config) -> Any:
-    """The tokenizer of the run's prompts. Takes seconds, since it imports most of transformers.
+def load_inputs(config: Config) -> Inputs:
+    """Tokenizer and prompts, with every error that they can have.
 
     Raises:
-        UserError: it can't be read, or has no EOS token.
+        UserError: a tokenizer without EOS, a data source without its columns, prompts over the limit, a reward model with
+            another number of labels than one.
     """
     model = config.model
     try:
-        return load_tokenizer(model.tokenizer or model.path, model.chat_template, model.trust_remote_code)
-    except (ValueError, OSError) as error:
-        raise UserError(str(error)) from error
-
-
-def load_inputs(config: Config, tokenizer: Any) -> Inputs:
-    """The prompts, with every error that they can have.
-
-    Raises:
-        UserError: a data source without its columns, prompts over the limit, a reward model with another number of labels
-            than one.
-    """
-    try:
+        tokenizer = load_tokenizer(model.tokenizer or model.path, model.chat_template, model.trust_remote_code)
         if config.reward.model.path is not None:
             check_reward_model(config.reward.model.path)
         return Inputs(
             tokenizer=tokenizer,
-            eos_ids=tuple(find_eos_token_ids(config.model.path, tokenizer.eos_token_id)),
+            eos_ids=tuple(find_eos_token_ids(model.path, tokenizer.eos_token_id)),
             train=PromptData(config.data, tokenizer, split="train"),
             validation=PromptData(config.data, tokenizer, split="validation"),
             context=rollout_context(config),

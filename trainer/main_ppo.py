@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,7 +37,7 @@ def run(config: Config) -> int:
     """Train as configured; returns the exit code.
 
     Raises:
-        UserError: something about the inputs is wrong; no worker was started.
+        UserError: something about the inputs is wrong; nothing was started.
         WorkerError: a worker failed; carries its traceback.
     """
     start(config)
@@ -60,10 +60,8 @@ class Session(NamedTuple):
 def session(config: Config) -> Iterator[Session]:
     """Pin the process, check config, inputs and machine, and make the launcher; everything ends with the block.
 
-    Ray takes seconds to start, mostly waiting, and transformers seconds to import: that goes on at the same time.
-
     Raises:
-        UserError: something is wrong; no worker was started, and Ray has ended again.
+        UserError: something is wrong; nothing was started.
     """
     from determinism.environment import pin_process, reexec_with_hashseed
 
@@ -71,9 +69,9 @@ def session(config: Config) -> Iterator[Session]:
     pin_process(config.full_determinism, config.determinism.threads)
 
     from reward.pool import check_functions
-    from trainer.build import load_inputs, resolve_paths, run_tokenizer
+    from trainer.build import load_inputs, resolve_paths
     from trainer.run_dir import RunDirectory
-    from workers.launch import choose_launcher, launched_by_torchrun, make_launcher
+    from workers.launch import launched_by_torchrun, make_launcher
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     config = resolve_paths(config)
@@ -81,19 +79,13 @@ def session(config: Config) -> Iterator[Session]:
     if not launched_by_torchrun():  # under torchrun the first rank to get here would make the directory look used
         run_directory.check(config.run.resume)
     first = os.environ.get("RANK", "0") == "0"
-    on_ray = choose_launcher(config.launcher) == "ray"
-    if on_ray:
-        import ray  # noqa: F401  (now, since two threads must not import modules that need one another)
+    with ThreadPoolExecutor(1) as aside:
+        # In a process of its own anyway, so it need not wait for the data.
+        functions = aside.submit(check_functions, config.reward.functions if first else [])
+        inputs = load_inputs(config)
     with ExitStack() as stack:
-        with ThreadPoolExecutor(2) as aside:
-            functions = aside.submit(check_functions, config.reward.functions if first else [])
-            tokenizer = aside.submit(run_tokenizer, config)
-            if not on_ray:
-                wait([tokenizer])  # both sides import much of torch
-            launcher = make_launcher(config, run_directory.path)
-            stack.callback(launcher.close)
-        # Not aside: some tasks draw from the global generators, which nobody else may touch meanwhile.
-        inputs = load_inputs(config, tokenizer.result())
+        launcher = make_launcher(config, run_directory.path)
+        stack.callback(launcher.close)
         launcher.on_main(functions.result)
         yield Session(config, launcher, run_directory, inputs, stack)
 
