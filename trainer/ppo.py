@@ -388,6 +388,8 @@ class PPO:
 
     def record_weights(self) -> None:
         """Ledger entries of what the updates made; a full record keeps the weights themselves too."""
+        if self.config.ledger.record == "off":
+            return
         full = self.config.ledger.record == "full"
         tensors = self.parts.models.whole_weights(self.parts.roles) if full else {}
         for phase, digest in self.parts.models.digests().items():
