@@ -80,8 +80,12 @@ def test_custom_advantage_subtracts_the_median_of_the_group(monkeypatch):
     assert outputs.advantages[:, 0].tolist() == [-1.0, 0.0, 8.0, 0.0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_smollm2_lora_trains_adapters_on_a_real_model(tmp_path):
-    metrics = train("smollm2_lora", tmp_path / "run", *LORA)
-    assert metrics["actor/grad_norm"] >= 0.0
+    (tmp_path / "letters.py").write_text("def letters(response, **row):\n    return float(len(response))\n")
+    # Four tokens earn nothing from the verifier, and a batch of equal rewards would leave no gradient to look at.
+    reward = f"reward.functions=[{{name: letters, function: '{tmp_path / 'letters.py'}:letters'}}]"
+    metrics = train("smollm2_lora", tmp_path / "run", *LORA, reward)
+    assert metrics["critic/score/max"] > metrics["critic/score/min"]
+    assert metrics["actor/grad_norm"] > 0.0
     assert metrics["actor/ref_kl"] == pytest.approx(0.0, abs=1e-4)
