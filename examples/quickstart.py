@@ -1,6 +1,6 @@
 """Train the tiny model with PPO twice under full determinism, compare the runs bit by bit, and plot the reward.
 
-    python examples/quickstart.py [--steps 20] [--out runs/quickstart] [--launcher ray]
+    python examples/quickstart.py [--steps 12] [--out runs/quickstart] [--launcher ray]
 
 Each run is a process of its own (`exactrl train ...`), exactly what you would type yourself.
 """
@@ -25,6 +25,7 @@ def train(out: Path, name: str, steps: int, launcher: str) -> Path:
     command = [
         *(sys.executable, "-m", "trainer.main_ppo", "experiment=tiny_ppo", "full_determinism=true"),
         *(f"run.name={name}", f"run.dir={run}", f"trainer.total_steps={steps}", f"launcher.name={launcher}"),
+        "trainer.validate_every=4",
     ]
     print(f"== run {name}: exactrl train {' '.join(command[3:])}", flush=True)
     start = time.monotonic()
@@ -46,7 +47,7 @@ def report(run: Path) -> None:
 def main() -> int:
     """Build, train twice, compare, plot; exit code 0 when the two runs agree in every bit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="PPO steps of each run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=12, help="PPO steps of each run (default: %(default)s)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/quickstart"), help="where the runs go (default: %(default)s)"
     )
