@@ -240,10 +240,14 @@ def _say(lines: Sequence[str]) -> None:
 
 def effective_seeds(config: Config) -> list[str]:
     """Lines of text: every seed in force and what follows from it."""
+    from rollout.episodes import seeds_are_derived
+
+    unused = "not used: requests have no seed, since rollout.deterministic_sampling is false"
+    requests = "each request's own seed is derived from it" if seeds_are_derived(config.rollout) else unused
     rows = [
         ("seed", f"{config.seed}", "new weights, mini-batch order"),
         ("data.seed", f"{config.data.seed}", "order of the prompts"),
-        ("rollout.seed", f"{config.rollout.seed}", "each request's own seed is derived from it"),
+        ("rollout.seed", f"{config.rollout.seed}", requests),
     ]
     for split, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for i, source in enumerate(sources):

@@ -157,7 +157,15 @@ def test_every_effective_seed_is_named():
     assert rows["rollout.seed"].startswith("2 ")
     assert rows["rollout.validation.seed"].startswith("3 ")
     assert "derived from data.seed" in rows["data.train.0.seed"]
+    assert "not used" in rows["rollout.seed"]
     assert rows["full_determinism"] == rows["rollout.full_determinism"] == rows["reward.full_determinism"] == "false"
+
+
+@pytest.mark.parametrize("setting", ["full_determinism=true", "rollout.deterministic_sampling=true"])
+def test_requests_have_derived_seeds_where_something_promises_them(setting):
+    lines = cli.effective_seeds(load_config([MICRO, setting]))
+    (line,) = [line for line in lines if line.startswith("rollout.seed ")]
+    assert "each request's own seed is derived from it" in line
 
 
 def test_under_torchrun_only_rank_0_speaks(started, capsys, monkeypatch):
