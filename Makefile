@@ -67,7 +67,7 @@ test: check ## Everything that must hold: linter, types, unit tests, end-to-end 
 test-fast: check ## Without the tests of a minute or more
 	@$(BIN)/python -m pytest -m "not slow and not long" $(PYTEST_ARGS)
 
-test-long: install ## The tests of many minutes alone (twenty kills, further losses, SmolLM2, the whole doctor)
+test-long: install ## The tests of many minutes alone (twenty kills, further seeds and losses, SmolLM2, the whole doctor)
 	@$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 golden: install ## Renew the golden ledger of this numerics environment (after a change that is meant to move bits)

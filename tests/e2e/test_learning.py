@@ -11,8 +11,9 @@ from tests.e2e import runs
 ACCURACY = "val/sums_heldout/pass@1"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(s, marks=pytest.mark.long) for s in (1, 2))]
+)
 @pytest.mark.timeout(580)
 def test_ppo_raises_held_out_accuracy_by_twenty_points(tmp_path, seed):
     run = tmp_path / "run"
