@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.types import Prompt, SampleKey
-from workers.group import deal, undeal
 from workers.vllm_process import common_arguments, engine_facts, run_requests, start_engine, stop_engine
 
 if TYPE_CHECKING:
@@ -204,24 +203,6 @@ class RewardModelEngine:
         engine, self._engine = self._engine, None
         if engine is not None:
             stop_engine(engine)
-
-
-def split_inputs(token_ids: Sequence[list[int]], replicas: int) -> list[list[list[int]]]:
-    """Deal conversations to reward replicas; the argument of `WorkerGroup.run("score", ...)`."""
-    return deal(token_ids, replicas)
-
-
-def split_scores(per_replica: Sequence[Sequence[float]], total: int) -> list[float]:
-    """Put the replicas' scores back in the order before `split_inputs`.
-
-    Raises:
-        RuntimeError: another number of scores than the `total` conversations that were sent.
-    """
-    counts = [len(scores) for scores in per_replica]
-    expected = [len(range(rank, total, len(per_replica))) for rank in range(len(per_replica))]
-    if counts != expected:
-        raise RuntimeError(f"the reward engines returned {counts} scores for {expected} conversations")
-    return undeal(per_replica)
 
 
 def _num_labels(settings: Mapping[str, Any]) -> int:

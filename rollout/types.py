@@ -7,7 +7,7 @@ Everything is keyed on the canonical identity (task id, sample index, turn); lis
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -137,8 +137,3 @@ class Score:
     """The sample takes no part in group statistics, loss or metrics (reward.on_error=drop)."""
     error: str | None = None
     """What failed, with the source's name; None when nothing did."""
-
-
-def canonical(items: Sequence[Any]) -> list[Any]:
-    """Sort records that carry a `key` into the canonical order (task, sample, turn)."""
-    return sorted(items, key=lambda item: item.key)

@@ -1,6 +1,7 @@
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,14 +131,20 @@ class TestSum:
         assert engines.scored == 3
 
     def test_scoring_ahead_goes_on_while_the_caller_does_something_else(self, build: Build) -> None:
-        manager = with_model(build, Replicas(1, delay_s=0.5))
-        begin = time.monotonic()
+        begun, done = threading.Event(), threading.Event()
+
+        def value(length: int) -> float:
+            begun.set()
+            assert done.wait(30)
+            return 2.5
+
+        manager = with_model(build, Replicas(1, value))
         scoring = manager.begin()
-        scoring.complete(group("a"))
-        assert time.monotonic() - begin < 0.4
-        time.sleep(0.7)
-        manager.score(group("a"), scoring)
-        assert time.monotonic() - begin < 1.1
+        scoring.complete(group("a"))  # would never return if it waited for the engine
+        assert begun.wait(30)
+        done.set()
+        (score,), _ = manager.score(group("a"), scoring)
+        assert score.by_source["model"] == 2.5
 
     def test_an_engine_that_fails_ahead_is_reported_when_the_scores_are_asked_for(self, build: Build) -> None:
         def broken(length: int) -> float:

@@ -16,8 +16,6 @@ from reward.model import (
     check_reward_model,
     effective_max_num_seqs,
     reward_tokens,
-    split_inputs,
-    split_scores,
 )
 from rollout.types import Prompt, SampleKey
 from tests.engine_lab import VOCAB, make_reward, make_tokenizer
@@ -179,14 +177,3 @@ def test_an_overlong_conversation_names_its_sample_and_lengths():
     assert (caught.value.key, caught.value.length, caught.value.limit) == (SampleKey(3, 1), 11, 10)
     with pytest.raises(ValueError, match="both empty"):
         RewardInput(SampleKey(0, 0), ()).check(10)
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
-def test_scores_return_to_the_order_of_their_conversations(replicas):
-    parts = split_inputs([[i] for i in range(7)], replicas)
-    assert split_scores([[float(ids[0]) for ids in part] for part in parts], 7) == [float(i) for i in range(7)]
-
-
-def test_a_lost_score_is_an_error():
-    with pytest.raises(RuntimeError, match=r"\[2, 1\] scores for \[2, 2\]"):
-        split_scores([[1.0, 2.0], [3.0]], 4)

@@ -264,6 +264,33 @@ def test_children_and_grandchildren_die_with_their_parent(tmp_path, signum):
     assert gone(pids)
 
 
+LEFT_BEHIND = """
+    import os, signal, sys
+    from pathlib import Path
+    from tests.workers.toy import Toy
+    from workers.processes import ProcessGroup
+
+    if __name__ == "__main__":
+        group = ProcessGroup("toy", Toy, 1, {}, Path(sys.argv[1]))
+        print(*group.pids, *group.run("spawn_sleeper"), flush=True)
+        (child,) = group._children
+        child.ask_to_stop()
+        child.process.wait(30)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_stopped_worker_leaves_behind_ends_although_its_parent_is_killed_first(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(LEFT_BEHIND))
+    env = {**os.environ, "PYTHONPATH": import_path()}
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, text=True, env=env)
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    assert gone(pids)
+
+
 def test_a_hundred_megabytes_there_and_back(group):
     tensor = torch.ones(25_000_000)
     group.run("pid")
