@@ -25,6 +25,7 @@ def test_d2_to_d4_torchrun_with_two_ranks_two_replicas_and_other_engine_settings
         "rollout.replicas=2",
         "rollout.max_num_seqs=4",
         "rollout.enable_prefix_caching=false",
+        "rollout.serialize_group_samples=true",
         "reward.model.replicas=2",
         launcher="torchrun",
         ranks=2,
