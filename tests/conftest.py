@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests import engine_lab
-from workers.processes import ProcessGroup
+from workers.fork_server import ForkServer
+from workers.processes import ProcessGroup, child_environment
+from workers.vllm_process import PRELOAD
 
 
 class Lab:
@@ -22,23 +24,33 @@ class Lab:
         return lambda **arguments: self._group.run(method, None, **arguments)[0]
 
 
-def _open(tmp_path_factory: pytest.TempPathFactory, name: str, **settings: Any) -> Iterator[Lab]:
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Has imported vLLM, once for all labs."""
+    server = ForkServer(child_environment(engine_lab.ENV), PRELOAD, tmp_path_factory.mktemp("forks") / "server.log")
+    yield server
+    server.close()
+
+
+def _open(
+    tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer, name: str, **settings: Any
+) -> Iterator[Lab]:
     factory = functools.partial(engine_lab.EngineLab, **settings)
-    group = ProcessGroup(name, factory, 1, engine_lab.ENV, tmp_path_factory.mktemp(name))
+    group = ProcessGroup(name, factory, 1, engine_lab.ENV, tmp_path_factory.mktemp(name), fork_server=fork_server)
     yield Lab(group)
     group.close()
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[Lab]:
     """Engines under full determinism."""
-    yield from _open(tmp_path_factory, "lab")
+    yield from _open(tmp_path_factory, fork_server, "lab")
 
 
 @pytest.fixture(scope="session")
-def stock_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def stock_lab(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[Lab]:
     """Engines with vLLM's own linear and attention."""
-    yield from _open(tmp_path_factory, "stock_lab", full_determinism=False)
+    yield from _open(tmp_path_factory, fork_server, "stock_lab", full_determinism=False)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ ENV = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    "PYTEST_CURRENT_TEST": "",  # changes with every test; forks have the environment of their server
 }
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 

@@ -135,6 +135,7 @@ def engine_groups(
     """Rollout engines, and reward engines when a reward model is set."""
     from reward.model import RewardModelEngine
     from rollout.vllm_engine import VLLMEngine
+    from workers.vllm_process import PRELOAD
 
     shared: dict[str, Any] = {
         "full_determinism": config.full_determinism,
@@ -160,6 +161,7 @@ def engine_groups(
         start_timeout_s=config.rollout.start_timeout_s,
         gpus=config.rollout.tensor_parallel_size,
         wait=False,
+        preload=PRELOAD,
     )
     reward = config.reward.model
     if reward.path is None:
@@ -167,7 +169,7 @@ def engine_groups(
     context = reward.max_model_len or inputs.context
     scoring = functools.partial(RewardModelEngine, reward.path, config=reward, max_model_len=context, **shared)
     return rollout, launcher.engine_group(
-        "reward", scoring, reward.replicas, env, start_timeout_s=reward.start_timeout_s, wait=False
+        "reward", scoring, reward.replicas, env, start_timeout_s=reward.start_timeout_s, wait=False, preload=PRELOAD
     )
 
 

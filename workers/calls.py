@@ -16,7 +16,8 @@ _HOSTS = ("calls.py", "child.py", "ray_actor.py", "ray_group.py", "torchrun_grou
 
 
 BUSY = "busy_seconds"
-"""Method that every worker answers: seconds in each of its methods (and in `start`, its making) since it was last asked."""
+"""Method that every worker answers: seconds in each of its methods since it was last asked, and at first in `start`: from when its
+process was asked for until it was made (of a rank under Ray or torchrun: its making alone)."""
 
 
 class Hosted:
@@ -25,10 +26,15 @@ class Hosted:
     The clock tells how much of a phase is work and how much is transfer and waiting (`timing_s/busy/*`).
     """
 
-    def __init__(self, factory: Callable[[], Any]) -> None:
-        start = time.perf_counter()
+    def __init__(self, factory: Callable[[], Any], asked: float | None = None) -> None:
+        """Make the worker.
+
+        Args:
+            asked: the machine's monotonic clock when this process was asked for; null counts from now.
+        """
+        asked = time.monotonic() if asked is None else asked
         self.worker = factory()
-        self._busy: dict[str, float] = {"start": time.perf_counter() - start}
+        self._busy: dict[str, float] = {"start": time.monotonic() - asked}
 
     def call(self, method: str, arguments: Sequence[Any], common: dict[str, Any]) -> Any:
         """`worker.<method>(*arguments, **common)`; a dotted name reaches into attributes (`actor.update`).

@@ -1,6 +1,6 @@
-"""The program of a hosted worker's process (`python -m workers.child PARENT_PID SOCKET_FD`); its parent is `processes.py`.
+"""The program of a hosted worker's process (`python -m workers.child PARENT_PID SOCKET_FD`, or a fork); its owner is `processes.py`.
 
-Messages in: ("build",) + factory, ("call", id, method, has_argument) + argument + keywords, ("stop",).
+Messages in: ("build", asked) + factory, ("call", id, method, has_argument, names) + argument + keywords + a value for each name, ("stop",).
 Messages out: ("ok", id) + result, ("error", id, traceback).
 Nothing heavy is imported here, so that the process is up in a few hundredths of a second and its worker decides what it needs.
 """
@@ -15,7 +15,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from workers.calls import Hosted, traceback_text
@@ -63,6 +64,28 @@ def process_group() -> set[int]:
     return found
 
 
+def start_interpreter(
+    module: str, env: Mapping[str, str], log: Path, fd: int, *arguments: str
+) -> subprocess.Popen[bytes]:
+    """A fresh interpreter that runs `module` with (this process's id, `fd`, `arguments`), leads a session of its own and writes to `log`.
+
+    Args:
+        env: its whole environment.
+        fd: a descriptor that it inherits.
+    """
+    with log.open("ab") as output:
+        # -P: a file of the working directory must not hide a package the parent imported from elsewhere.
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(os.getpid()), str(fd), *arguments],
+            env=dict(env),
+            pass_fds=(fd,),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
 class Host:
     """Holds the worker and answers messages."""
 
@@ -83,19 +106,21 @@ class Host:
                     self._worker.close()
                 return
             if kind == "build":
-                self._answer(BUILD_ID, functools.partial(self._build, parts[1]))
+                self._answer(BUILD_ID, functools.partial(self._build, parts[1], *details))
             else:
-                number, method, has_argument = details
-                self._answer(number, functools.partial(self._call, method, parts[1:], has_argument))
+                number, *call = details
+                self._answer(number, functools.partial(self._call, parts[1:], *call))
             del parts  # the memory of large arguments is not kept until the next message
 
-    def _build(self, factory: memoryview) -> None:
-        self._worker = Hosted(from_blob(factory))
+    def _build(self, factory: memoryview, asked: float) -> None:
+        self._worker = Hosted(from_blob(factory), asked)
 
-    def _call(self, method: str, parts: list[memoryview], has_argument: bool) -> Any:
-        arguments = [from_blob(parts[0])] if has_argument else []
+    def _call(self, parts: list[memoryview], method: str, has_argument: bool, names: Sequence[str]) -> Any:
+        values = [from_blob(part) for part in parts]
+        arguments = [values.pop(0)] if has_argument else []
+        keywords, *handed = values
         assert self._worker is not None, "built before it is called"
-        return self._worker.call(method, arguments, from_blob(parts[-1]))
+        return self._worker.call(method, arguments, keywords | dict(zip(names, handed, strict=True)))
 
     def _answer(self, number: int, function: Callable[[], Any]) -> None:
         try:
@@ -109,9 +134,8 @@ class Host:
             blob.close()
 
 
-def main() -> None:
-    """Entry of the process."""
-    parent, fd = int(sys.argv[1]), int(sys.argv[2])
+def host(parent: int, fd: int) -> None:
+    """Serve the worker of this process over the socket `fd` until "stop", or until `parent` is gone."""
     die_with_parent(parent)
     # Neither may live on in a child of the worker: the parent and the guard take a closed end for this process's end.
     os.set_inheritable(fd, False)
@@ -125,4 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    host(int(sys.argv[1]), int(sys.argv[2]))

@@ -65,12 +65,14 @@ class Launcher(Protocol):
         start_timeout_s: float = 300.0,
         gpus: int = 1,
         wait: bool = True,
+        preload: Sequence[str] = (),
     ) -> WorkerGroup:
         """Engines: `replicas` processes of their own, `env` in place before their interpreter starts, logs in `logs/{name}-{i}.log`.
 
         With `wait=False` it returns while they start, so that several groups start side by side; the first call waits, and raises
         what went wrong at the start. `env` is laid over the process environment that the launcher gives every process. `gpus`: GPUs that one replica sees
-        (its tensor-parallel size); no meaning on CPU.
+        (its tensor-parallel size); no meaning on CPU. `preload`: modules that the engines need and that take long to import;
+        where forks are possible, one process a node imports them for all of its engines.
         """
         ...
 

@@ -3,8 +3,8 @@
     group = ProcessGroup("rollout", functools.partial(Engine, config), replicas=2, env=env, log_dir=run / "logs")
     group.run("generate", [requests_0, requests_1])
 
-Each child is a fresh interpreter (`child.py`) with `env` in place before it starts and its output, native code's too, in
-`{name}-{i}.log`. Children lead sessions of their own, so Ctrl-C reaches only the parent; they are killed by the kernel when
+Each child is a fresh interpreter (`child.py`) with `env` in place before it starts, or the fork of one (`fork_server.py`), with its
+output, native code's too, in `{name}-{i}.log`. Children lead sessions of their own, so Ctrl-C reaches only the parent; they are killed by the kernel when
 the parent ends, and whatever they started themselves is killed with them.
 """
 
@@ -27,9 +27,10 @@ from typing import Any
 import psutil
 
 from workers.calls import exit_text, log_size, log_tail
-from workers.child import BUILD_ID
+from workers.child import BUILD_ID, start_interpreter
+from workers.fork_server import ForkedProcess, ForkServer
 from workers.group import WorkerError, WorkerFactory
-from workers.transport import Blob, Channel, from_blob
+from workers.transport import Blob, Channel, Packed, from_blob, pack, parts_of, unpack
 
 POLL_S = 0.2
 """How often children are looked at while their answers are awaited."""
@@ -65,7 +66,7 @@ class ProcessGroup:
     def __init__(
         self,
         name: str,
-        factory: WorkerFactory,
+        factory: WorkerFactory | Packed,
         replicas: int,
         env: Mapping[str, str],
         log_dir: Path,
@@ -74,6 +75,7 @@ class ProcessGroup:
         numbers: Sequence[int] | None = None,
         member_env: Callable[[int], Mapping[str, str]] | None = None,
         wait: bool = True,
+        fork_server: ForkServer | None = None,
     ) -> None:
         """Start all children at once and wait until each has built its worker (or, with `wait=False`, let the first call wait).
 
@@ -81,6 +83,7 @@ class ProcessGroup:
             numbers: the replicas' numbers when they are a part of a larger group (log names, `member_env`); null counts from 0.
             member_env: variables of one replica, by its number (a device of its own).
             start_timeout_s: one limit for all children together.
+            fork_server: who starts the children, by forks where it can; null starts an interpreter for each. Outlives the group.
 
         Raises:
             WorkerError: a factory raised, a child died, or the time was up; nothing is left running.
@@ -99,29 +102,50 @@ class ProcessGroup:
         self._starter = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-starter")
         self._children: list[_Child] = []
         try:
-            build = [Blob(("build",)), Blob(factory)]
+            build = [
+                Blob(("build", time.monotonic())),
+                Blob(factory),
+            ]  # what can't be pickled raises before anything is started
             for number in numbers if numbers is not None else range(replicas):
                 full_env = child_environment({**env, **(member_env(number) if member_env else {})})
                 log = log_dir / f"{name}-{number}.log"
-                self._children.append(self._starter.submit(_Child, f"{name}-{number}", full_env, log).result())
-                self._children[-1].send(build)
+                child = self._starter.submit(_Child, f"{name}-{number}", full_env, log, fork_server).result()
+                self._children.append(child)
+                self._send(child, build, "its start")
             for blob in build:
                 blob.close()
             if wait:
-                self._settle()
+                self.ready()
         except BaseException:
             self.close()
             raise
 
     @property
-    def pids(self) -> list[int]:
-        """Process ids in replica order."""
+    def pids(self) -> list[int | None]:
+        """Process ids in replica order; None for one that a fork server has not started yet."""
         return [child.process.pid for child in self._children]
 
     def run(self, method: str, sharded: Sequence[Any] | None = None, /, **common: Any) -> list[Any]:
         """See `WorkerGroup.run`. Calls from several threads take turns."""
         if sharded is not None and len(sharded) != self.size:
             raise ValueError(f"{self.name}.{method}: {len(sharded)} sharded arguments for {self.size} workers")
+        # Everything is packed before anything is sent: what can't be pickled must not leave some workers called.
+        arguments = None if sharded is None else [pack(value) for value in sharded]
+        return [unpack(result.header, result.buffers) for result in self.run_packed(method, arguments, pack(common))]
+
+    def run_packed(
+        self,
+        method: str,
+        arguments: Sequence[Packed] | None,
+        common: Packed,
+        handed: Mapping[str, Packed] | None = None,
+    ) -> list[Packed]:
+        """`run` for a process that passes values on: packed they come and packed they go.
+
+        Args:
+            handed: further keywords, each packed on its own.
+        """
+        handed = handed or {}
         with self._lock:
             if self._failure is not None:
                 raise WorkerError(self._failure)
@@ -130,17 +154,16 @@ class ProcessGroup:
             self._settle()
             self._calls += 1
             self._idle = False
-            # Everything is packed before anything is sent: what can't be pickled must not leave some workers called.
             with contextlib.ExitStack() as stack:
 
-                def pack(value: Any) -> Blob:
+                def blob(value: Any) -> Blob:
                     return stack.enter_context(contextlib.closing(Blob(value)))
 
-                control = pack(("call", self._calls, method, sharded is not None))
-                arguments = [[] if sharded is None else [pack(sharded[index])] for index in range(self.size)]
-                keywords = pack(common)
-                for child, argument in zip(self._children, arguments, strict=True):
-                    self._send(child, [control, *argument, keywords], method)
+                control = blob(("call", self._calls, method, arguments is not None, list(handed)))
+                own = [[] if arguments is None else [blob(arguments[index])] for index in range(self.size)]
+                shared = [blob(value) for value in (common, *handed.values())]
+                for child, argument in zip(self._children, own, strict=True):
+                    self._send(child, [control, *argument, *shared], method)
             return self._collect(self._calls, method, None)
 
     def export(self, method: str, /, **common: Any) -> Any:
@@ -169,8 +192,12 @@ class ProcessGroup:
             child.channel.close()
         self._starter.shutdown(wait=False)
 
+    def ready(self) -> None:
+        """Wait until every child has built its worker, the first time; raises as the constructor does."""
+        with self._lock:
+            self._settle()
+
     def _settle(self) -> None:
-        """Wait until every child has built its worker; once."""
         if self._start_deadline is not None:
             try:
                 self._collect(BUILD_ID, "its start", self._start_deadline)
@@ -185,12 +212,12 @@ class ProcessGroup:
         except OSError:
             self._raise_death(child, method)
 
-    def _collect(self, number: int, method: str, deadline: float | None) -> list[Any]:
-        """Results of call `number` in replica order; the first failure to arrive is raised at once.
+    def _collect(self, number: int, method: str, deadline: float | None) -> list[Packed]:
+        """Packed results of call `number` in replica order; the first failure to arrive is raised at once.
 
         The others' answers to a failed call are met later and dropped by their number.
         """
-        results: dict[int, Any] = {}
+        results: dict[int, Packed] = {}
         while len(results) < len(self._children):
             waiting = {child.channel: i for i, child in enumerate(self._children) if i not in results}
             ready, _, _ = select.select(list(waiting), [], [], POLL_S)
@@ -205,7 +232,7 @@ class ProcessGroup:
                     continue
                 if status == "error":
                     raise WorkerError(child.failed(f"raised in {method}", details[0]))
-                results[waiting[channel]] = from_blob(body)
+                results[waiting[channel]] = parts_of(body)
             for channel, index in waiting.items():
                 ended = channel not in ready and self._children[index].process.poll() is not None
                 # Its last words may have come in between; they are read in the next round.
@@ -233,22 +260,16 @@ class ProcessGroup:
 class _Child:
     """One child process and the way to it."""
 
-    def __init__(self, label: str, env: Mapping[str, str], log: Path) -> None:
+    def __init__(self, label: str, env: Mapping[str, str], log: Path, fork_server: ForkServer | None) -> None:
         self.label = label
         self.log = log
         self._log_start = log_size(log)
         ours, theirs = socket.socketpair()
-        with log.open("ab") as output:
-            # -P: a file of the working directory must not hide a package the parent imported from elsewhere.
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "workers.child", str(os.getpid()), str(theirs.fileno())],
-                env=dict(env),
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        self.process: subprocess.Popen[bytes] | ForkedProcess
+        if fork_server is None:
+            self.process = start_interpreter("workers.child", env, log, theirs.fileno())
+        else:
+            self.process = fork_server.fork(env, log, theirs)
         theirs.close()
         self.channel = Channel(ours)
 
@@ -261,14 +282,21 @@ class _Child:
             self.channel.send([Blob(("stop",))])
 
     def descendants(self) -> list[psutil.Process]:
+        if self.process.pid is None:
+            return []
         try:
             return psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
 
     def signal_group(self, signum: int) -> None:
+        pid = self.process.pid
+        if pid is None:
+            assert isinstance(self.process, ForkedProcess), "only a fork may be still to come"
+            self.process.give_up()
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signum)
+            os.killpg(pid, signum)
 
     def failed(self, what: str, text: str = "") -> str:
         parts = [f"{self.label} (pid {self.process.pid}) {what}", text, log_tail(self.log, self._log_start)]

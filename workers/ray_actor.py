@@ -1,10 +1,11 @@
-"""What runs in an actor's process: a worker and the way to it, and how values travel between it and the driver (`ray_group.py`)."""
+"""What runs in a trainer rank's actor: a worker and the way to it; and how values travel between actors and the driver."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,18 @@ from workers.transport import Packed, pack, unpack
 
 Wire = tuple[bytes, list[np.ndarray]]
 """A packed value as Ray carries it: arrays travel beside the pickle without a copy."""
+
+
+PUT_LIMIT = 100 * 1024
+"""Bytes. Keywords larger than this go to the object store once instead of to each actor."""
+
+
+@dataclass(frozen=True)
+class RayHandle:
+    """A result that stayed in the object store; pass it as a keyword to another group's `run`."""
+
+    ref: Any
+    """Ray's reference to (`ok`, wire) of worker 0."""
 
 
 class ActorHost:
@@ -98,9 +111,21 @@ class ActorHost:
         return answer
 
 
+def split_handles(common: dict[str, Any], receivers: int) -> tuple[dict[str, Any], Any]:
+    """Keywords of a call: (keyword -> reference of an exported result, the others as a wire or, when large, a reference to it)."""
+    import ray
+
+    handles = {key: value.ref for key, value in common.items() if isinstance(value, RayHandle)}
+    plain = pack({key: value for key, value in common.items() if key not in handles})
+    keywords: Any = as_wire(plain)
+    if plain.nbytes > PUT_LIMIT and receivers > 1:
+        keywords = ray.put(keywords)
+    return handles, keywords
+
+
 def as_wire(packed: Packed) -> Wire:
     """What `pack` made, as Ray carries it."""
-    return packed.header, [np.frombuffer(buffer, dtype=np.uint8) for buffer in packed.buffers]
+    return bytes(packed.header), [np.frombuffer(buffer, dtype=np.uint8) for buffer in packed.buffers]
 
 
 def to_wire(value: Any) -> Wire:

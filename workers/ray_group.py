@@ -1,8 +1,9 @@
 """One driver and remote actors, on a Ray of this machine or on an existing cluster.
 
-Each worker is an actor (`ray_actor.py`): a process of its own, its variables in place before its interpreter starts, its output in
-`logs/{name}-{i}.log` on its node. A placement group reserves the run's slots (`resources.py`); actors ask for no CPUs of their
-own and are put into the slots, so that ranks and engines which take turns share them.
+Each trainer rank is an actor (`ray_actor.py`), and so is what hosts the engines of a node (`ray_engines.py`). Ranks and engines are
+processes of their own, their variables in place before an interpreter starts, their output in `logs/{name}-{i}.log` on their node. A
+placement group reserves the run's slots (`resources.py`); actors ask for no CPUs of their own and are put into the slots, so that
+ranks and engines which take turns share them.
 
 Arguments and results are packed by `transport.py`, since Ray would pickle a tensor the slow way; a failure travels as text,
 so that the user sees the worker's own traceback.
@@ -25,28 +26,18 @@ import psutil
 from workers.calls import log_size, log_tail, traceback_text
 from workers.group import WorkerError, WorkerFactory, WorkerGroup
 from workers.processes import end_processes, import_path
-from workers.ray_actor import ActorHost, Wire, as_wire, from_wire, to_wire
+from workers.ray_actor import ActorHost, RayHandle, Wire, from_wire, split_handles, to_wire
+from workers.ray_engines import CONCURRENT_CALLS, EngineHost, RayEngineGroup, Share
 from workers.resources import Needs, ResourceError
-from workers.transport import pack
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-PUT_LIMIT = 100 * 1024
-"""Bytes. Keywords larger than this go to the object store once instead of to each actor."""
 RESERVE_S = 60.0
 """Longest wait for the slots; on a shared cluster others may hold them."""
 KNOCK_S = 10.0
 """Longest wait for the head of a cluster to take a connection."""
 POLITE_S = 3.0
 """How long idle workers may take to close themselves before their actors are killed."""
-
-
-@dataclass(frozen=True)
-class RayHandle:
-    """A result that stayed in the object store; pass it as a keyword to another group's `run`."""
-
-    ref: Any
-    """Ray's reference to (`ok`, wire) of worker 0."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +92,8 @@ class RayLauncher:
         self._device = device
         self._process_env = dict(process_env or {})
         self._timeout_s = timeout_s
-        self._groups: list[_RayGroup] = []
+        self._groups: list[_TrainerGroup | RayEngineGroup] = []
+        self._hosts: dict[str, tuple[Any, Any]] = {}  # node -> (actor, where it is)
         try:
             if _start_ray(address, num_cpus):
                 self._exit_stack.callback(_stop_ray)
@@ -116,8 +108,16 @@ class RayLauncher:
         """See `Launcher.trainer_group`."""
         self._check_slots("trainer", num_ranks)
         # A rank sees its own device only, so it is always device 0 to it.
-        envs = [self._env({"RANK": str(i), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}) for i in range(num_ranks)]
-        group = self._group("trainer", num_ranks, envs, 1, self._timeout_s)
+        rank = {"WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
+        logs = [self._log("trainer", i) for i in range(num_ranks)]
+        actors = [
+            self._actor(ActorHost, slot.bundle, self._env({"RANK": str(i), **rank, **self._visible([slot])})).remote(
+                f"trainer-{i}", str(logs[i])
+            )
+            for i, slot in enumerate(self._slots[:num_ranks])
+        ]
+        group = _TrainerGroup("trainer", actors, logs, self._timeout_s)
+        self._groups.append(group)
         with group.closing_on_error():
             host, port = group.call_one(0, "open_store", num_ranks, self._timeout_s)
             rendezvous = [(self._device, i, num_ranks, host, port, self._timeout_s) for i in range(num_ranks)]
@@ -134,13 +134,24 @@ class RayLauncher:
         start_timeout_s: float = 300.0,
         gpus: int = 1,
         wait: bool = True,
+        preload: Sequence[str] = (),
     ) -> WorkerGroup:
         """See `Launcher.engine_group`."""
         gpus = gpus if self._device == "cuda" else 1
         self._check_slots(name, replicas * gpus)
-        group = self._group(name, replicas, [self._env(env)] * replicas, gpus, start_timeout_s)
-        with group.closing_on_error():
-            group.build(factory, [None] * replicas, wait)
+        places = [self._slots[i * gpus : (i + 1) * gpus] for i in range(replicas)]
+        for i, slots in enumerate(places):
+            if len({slot.node for slot in slots}) > 1:
+                raise ResourceError(f"{name}-{i} needs {gpus} GPUs of one node, but its slots are on several")
+        nodes = {slots[0].node: slots[0].bundle for slots in reversed(places)}
+        shares = [
+            Share(self._host(node, bundle), [i for i, slots in enumerate(places) if slots[0].node == node])
+            for node, bundle in nodes.items()
+        ]
+        group = RayEngineGroup(len(self._groups), name, replicas, shares)
+        self._groups.append(group)
+        envs = [self._env({**env, **self._visible(slots)}) for slots in places]
+        group.start(factory, envs, start_timeout_s, preload, wait)
         return group
 
     def on_main(self, function: Callable[[], T]) -> T:
@@ -154,6 +165,8 @@ class RayLauncher:
         groups, self._groups = self._groups, []
         for group in reversed(groups):
             group.close()
+        hosts, self._hosts = list(self._hosts.values()), {}
+        end_actors([host for host, _ in hosts], [place for _, place in hosts])
         self._exit_stack.close()
 
     def _env(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -164,34 +177,37 @@ class RayLauncher:
         if count > self._needs.slots:
             raise ResourceError(f"{name}: {count} slots needed, {self._needs.slots} reserved ({self._needs.reason})")
 
-    def _group(self, name: str, size: int, envs: list[dict[str, str]], gpus: int, timeout_s: float) -> _RayGroup:
+    def _visible(self, slots: Sequence[Slot]) -> dict[str, str]:
+        """On CUDA: a worker sees the devices of its slots only."""
+        if self._device != "cuda":
+            return {}
+        # The slot's GPU is held by the reservation; Ray must not hide it from actors that ask for none.
+        devices = ",".join(device for slot in slots for device in slot.gpus)
+        return {"CUDA_VISIBLE_DEVICES": devices, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+    def _actor(self, kind: Any, bundle: int, env: dict[str, str], **options: Any) -> Any:
+        """An actor class, to be started in a slot."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actors = []
-        for i, env in enumerate(envs):
-            places = self._slots[i * gpus : (i + 1) * gpus]
-            if self._device == "cuda":
-                if len({slot.node for slot in places}) > 1:
-                    raise ResourceError(f"{name}-{i} needs {gpus} GPUs of one node, but its slots are on several")
-                # The slot's GPU is held by the reservation; Ray must not hide it from actors that ask for none.
-                devices = ",".join(device for slot in places for device in slot.gpus)
-                env = {**env, "CUDA_VISIBLE_DEVICES": devices, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-            where = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=places[0].bundle)
-            options = ray.remote(ActorHost).options(
-                num_cpus=0, scheduling_strategy=where, runtime_env={"env_vars": env}
-            )
-            actors.append(options.remote(f"{name}-{i}", str(self._log(name, i))))
-        group = _RayGroup(name, actors, [self._log(name, i) for i in range(size)], timeout_s)
-        self._groups.append(group)
-        return group
+        where = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
+        return ray.remote(kind).options(num_cpus=0, scheduling_strategy=where, runtime_env={"env_vars": env}, **options)
+
+    def _host(self, node: str, bundle: int) -> Any:
+        """The actor that hosts the engines of a node."""
+        if node not in self._hosts:
+            start = self._actor(EngineHost, bundle, self._env({}), max_concurrency=CONCURRENT_CALLS)
+            log = f"engines-{len(self._hosts)}"
+            host = start.remote(str(self._run_dir.absolute() / "logs"), log, self._device)
+            self._hosts[node] = (host, host.whereabouts.remote())
+        return self._hosts[node][0]
 
     def _log(self, name: str, i: int) -> Path:
         return self._run_dir.absolute() / "logs" / f"{name}-{i}.log"
 
 
-class _RayGroup:
-    """A `WorkerGroup` of actors."""
+class _TrainerGroup:
+    """The `WorkerGroup` of the ranks, an actor each."""
 
     def __init__(self, name: str, actors: Sequence[Any], logs: Sequence[Path], start_timeout_s: float) -> None:
         self.name = name
@@ -204,44 +220,17 @@ class _RayGroup:
         self._idle = False
         # Asked for first, so that it is known although the worker is never built.
         self._places = [actor.whereabouts.remote() for actor in self._actors]
-        self._pids: dict[int, int] = {}
-        self._local: list[psutil.Process] = []  # the actors on the driver's node
-        self._building: list[Any] = []
+        self._pids: list[int] = []
 
-    def build(self, factory: WorkerFactory, rendezvous: Sequence[Any], wait: bool = True) -> None:
-        """Let every actor build its worker; raises as `run` does, and when the group's start takes too long (unless the first call is to wait)."""
-        wire = to_wire(factory)
-        self._building = [
-            actor.build.remote(wire, place) for actor, place in zip(self._actors, rendezvous, strict=True)
-        ]
-        if wait:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Wait until every actor has built its worker; once."""
-        if not self._building:
-            return
-        try:
-            self._wait(self._places, range(self.size), "its start", self._deadline)
-            self._note_places()
-            self._collect(self._building, "its start", self._deadline)
-        except BaseException:
-            self.close()
-            raise
-        self._building = []
-
-    def _note_places(self) -> None:
-        """Which processes the actors are, as far as they are up."""
+    def build(self, factory: WorkerFactory, rendezvous: Sequence[Any]) -> None:
+        """Let every actor build its worker; raises as `run` does, and when the start takes too long."""
         import ray
 
-        ready, _ = ray.wait(self._places, num_returns=self.size, timeout=0)
-        here = ray.get_runtime_context().get_node_id()
-        for ref in ready:
-            with contextlib.suppress(psutil.NoSuchProcess, ray.exceptions.RayError):
-                node, pid = ray.get(ref)
-                self._pids[self._places.index(ref)] = pid
-                if node == here:
-                    self._local.append(psutil.Process(pid))
+        wire = to_wire(factory)
+        building = [actor.build.remote(wire, place) for actor, place in zip(self._actors, rendezvous, strict=True)]
+        self._wait(self._places, range(self.size), "its start", self._deadline)
+        self._pids = [pid for _, pid in ray.get(self._places)]
+        self._collect(building, "its start", self._deadline)
 
     def call_one(self, index: int, name: str, *arguments: Any) -> Any:
         """A method of one actor's host."""
@@ -252,11 +241,9 @@ class _RayGroup:
         return ray.get(ref)
 
     def run(self, method: str, sharded: Sequence[Any] | None = None, /, **common: Any) -> list[Any]:
-        self._settle()
         return [from_wire(wire) for wire in self._collect(self._send(method, sharded, common), method)]
 
     def export(self, method: str, /, **common: Any) -> Any:
-        self._settle()
         refs = self._send(method, None, {"everywhere": False, **common})
         self._wait(refs, range(self.size), method, None)
         self._idle = True
@@ -268,17 +255,9 @@ class _RayGroup:
         actors, self._actors = self._actors, []
         if not actors or not ray.is_initialized():
             return
-        if not self._local:
-            self._note_places()
-        mine = list(self._local)
-        for process in self._local:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                mine += process.children(recursive=True)
         if self._idle:
             ray.wait([actor.stop.remote() for actor in actors], num_returns=len(actors), timeout=POLITE_S)
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
-        end_processes(mine)
+        end_actors(actors, self._places)
 
     @contextlib.contextmanager
     def closing_on_error(self) -> Any:
@@ -290,17 +269,12 @@ class _RayGroup:
             raise
 
     def _send(self, method: str, sharded: Sequence[Any] | None, common: dict[str, Any]) -> list[Any]:
-        import ray
 
         if not self._actors:
             raise WorkerError(f"{self.name}.{method} was called after the group was closed")
         if sharded is not None and len(sharded) != self.size:
             raise ValueError(f"{self.name}.{method}: {len(sharded)} sharded arguments for {self.size} workers")
-        handles = {key: value.ref for key, value in common.items() if isinstance(value, RayHandle)}
-        plain = pack({key: value for key, value in common.items() if key not in handles})
-        keywords: Any = as_wire(plain)
-        if plain.nbytes > PUT_LIMIT and self.size > 1:
-            keywords = ray.put(keywords)
+        handles, keywords = split_handles(common, self.size)
         arguments = [None] * self.size if sharded is None else [to_wire(value) for value in sharded]
         self._idle = False
         return [
@@ -338,12 +312,35 @@ class _RayGroup:
                 )
 
     def _death(self, index: int, method: str, error: Exception) -> str:
-        pid = f" (pid {self._pids[index]})" if index in self._pids else ""
+        pid = f" (pid {self._pids[index]})" if self._pids else ""
         cause = getattr(error, "cause", None)
         text = f"{type(error).__name__}: {error}" if cause is None else traceback_text(cause)
         return (
             f"{self.name}-{index}{pid} died during {method}\n{text}\n{log_tail(self._logs[index], self._starts[index])}"
         )
+
+
+def end_actors(actors: Sequence[Any], places: Sequence[Any]) -> None:
+    """Kill actors, and on this node whatever their processes have started.
+
+    Args:
+        places: references to the actors' answers to `whereabouts`, as far as they have come.
+    """
+    import ray
+
+    if not actors or not ray.is_initialized():
+        return
+    here = ray.get_runtime_context().get_node_id()
+    mine: list[psutil.Process] = []
+    for ref in ray.wait(list(places), num_returns=len(places), timeout=0)[0]:
+        with contextlib.suppress(psutil.NoSuchProcess, ray.exceptions.RayError):
+            node, pid = ray.get(ref)
+            if node == here:
+                process = psutil.Process(pid)
+                mine += [process, *process.children(recursive=True)]
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+    end_processes(mine)
 
 
 def _start_ray(address: str | None, num_cpus: int | None) -> bool:
@@ -463,19 +460,21 @@ def _release(group: Any) -> None:
 
 
 def _locate(group: Any, needs: Needs) -> list[Slot]:
-    """Where each slot is. On CPU nobody needs to know; on CUDA a probe in each slot tells its node and devices."""
+    """Where each slot is; on CUDA a probe in each tells its device."""
     import ray
+    from ray.util.placement_group import placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+    nodes = placement_group_table(group)["bundles_to_node_id"]
     if not needs.gpus_per_slot:
-        return [Slot(i, "", ()) for i in range(needs.slots)]
+        return [Slot(i, nodes[i], ()) for i in range(needs.slots)]
 
-    def probe() -> tuple[str, list[Any]]:
-        return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
+    def probe() -> list[Any]:
+        return ray.get_gpu_ids()
 
     task = ray.remote(probe)
     refs = [
         task.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote()
         for i in range(needs.slots)
     ]
-    return [Slot(i, node, tuple(map(str, gpus))) for i, (node, gpus) in enumerate(ray.get(refs))]
+    return [Slot(i, nodes[i], tuple(map(str, gpus))) for i, gpus in enumerate(ray.get(refs))]

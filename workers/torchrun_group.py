@@ -1,7 +1,7 @@
 """The loop on every rank, under `torchrun`, `accelerate launch` or a plain start as a single rank.
 
-    rank 0: loop ── own worker ──┐                      engine replica i belongs to rank i % world_size,
-    rank 1: loop ── own worker ──┴─ gather ── results   as a child process of that rank
+    rank 0: loop ── own worker ──┐                      engine replica i belongs to node i % nodes, as a child
+    rank 1: loop ── own worker ──┴─ gather ── results   process of that node's first rank
 
 Every rank runs the same loop and therefore makes the same calls in the same order; each does its own share and all see the
 same results in the same order. Who fails how:
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from workers.calls import Hosted, traceback_text
+from workers.engine_processes import EngineProcesses
 from workers.group import WorkerError, WorkerFactory, WorkerGroup
 from workers.processes import ProcessGroup
 
@@ -84,26 +85,18 @@ class TorchrunLauncher:
         start_timeout_s: float = 300.0,
         gpus: int = 1,
         wait: bool = True,
+        preload: Sequence[str] = (),
     ) -> WorkerGroup:
-        """See `Launcher.engine_group`; replica i is a child of rank `i % world_size`."""
-
-        def member_env(number: int) -> Mapping[str, str]:
-            return {} if self._device == "cpu" else {"CUDA_VISIBLE_DEVICES": self._devices(number, gpus)}
+        """See `Launcher.engine_group`; the replicas are dealt to the nodes, and are children of a node's first rank."""
 
         def start(numbers: Sequence[int]) -> ProcessGroup:
-            return ProcessGroup(
-                name,
-                factory,
-                len(numbers),
-                {**self._process_env, **env},
-                self._run_dir / "logs",
-                start_timeout_s=start_timeout_s,
-                numbers=numbers,
-                member_env=member_env,
-                wait=wait,
-            )
+            envs = {number: {**self._process_env, **env, **self._visible(number, gpus)} for number in numbers}
+            group = self._engines.start(name, factory, envs, start_timeout_s=start_timeout_s, preload=preload)
+            if wait:
+                group.ready()
+            return group
 
-        return self._keep(_EngineGroup(start, replicas, self.rank, self.world_size, self._timeout_s))
+        return self._keep(_EngineGroup(start, replicas, self.rank, self._leaders, self._timeout_s))
 
     def on_main(self, function: Callable[[], T]) -> T:
         """See `Launcher.on_main`. The other ranks raise rank 0's exception, with its traceback as a note when it has left it behind."""
@@ -155,19 +148,25 @@ class TorchrunLauncher:
             self._device, self.rank, self.world_size, self.local_rank, self._timeout_s, store
         )
         self._main_group = distributed.object_group(self._timeout_s)
+        local_ranks = distributed.gather_objects(self.local_rank, self._main_group)
+        self._leaders = [rank for rank, local in enumerate(local_ranks) if local == 0]
+        self._engines = EngineProcesses(self._run_dir / "logs", f"engines-{self.rank}", self._device)
+        self._exit_stack.callback(self._engines.close)
 
     def _keep(self, group: WorkerGroup) -> WorkerGroup:
         self._groups.append(group)
         return group
 
-    def _devices(self, number: int, gpus: int) -> str:
-        """GPUs of a replica: from its rank's on, so that with one GPU a replica it shares its rank's. Not verified on a machine with GPUs."""
+    def _visible(self, number: int, gpus: int) -> dict[str, str]:
+        """On CUDA: a replica sees its own GPUs of the node, in turn, so that with one GPU each it shares a rank's. Not verified on a machine with GPUs."""
+        if self._device != "cuda":
+            return {}
         import torch
 
         count = torch.cuda.device_count()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-        first = self.local_rank * gpus + (number // self.world_size) * gpus * self.world_size
-        return ",".join(visible[(first + i) % count] for i in range(gpus))
+        first = number // len(self._leaders) * gpus
+        return {"CUDA_VISIBLE_DEVICES": ",".join(visible[(first + i) % count] for i in range(gpus))}
 
 
 class _TrainerGroup:
@@ -221,14 +220,15 @@ class _EngineGroup:
         start: Callable[[Sequence[int]], ProcessGroup],
         replicas: int,
         rank: int,
-        world_size: int,
+        leaders: Sequence[int],
         timeout_s: float,
     ) -> None:
         from workers.distributed import object_group
 
         self.size = replicas
         self._objects = object_group(timeout_s)
-        self._numbers = list(range(rank, replicas, world_size))
+        self._leaders = leaders
+        self._numbers = list(range(leaders.index(rank), replicas, len(leaders))) if rank in leaders else []
         self._local: ProcessGroup | None = None
         try:
             self._local = self._together(lambda: start(self._numbers))[1]
@@ -277,7 +277,8 @@ class _EngineGroup:
             raise WorkerError(failures[0])
         if not share:
             return [], mine
-        return [everybody[i % len(everybody)][1][i // len(everybody)] for i in range(self.size)], mine
+        owned = [everybody[rank][1] for rank in self._leaders]
+        return [owned[i % len(owned)][i // len(owned)] for i in range(self.size)], mine
 
 
 def _portable(error: Exception) -> Exception:

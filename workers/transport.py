@@ -33,7 +33,7 @@ _WRITE_LIMIT = 1 << 30
 class Packed:
     """A pickled value."""
 
-    header: bytes
+    header: bytes | memoryview
     """The pickle without the large data."""
     buffers: Sequence[memoryview]
     """Contiguous bytes of each tensor or array, in the order in which the pickle refers to them."""
@@ -68,6 +68,12 @@ def to_blob(value: Any) -> bytes:
 
 def from_blob(blob: memoryview | bytearray) -> Any:
     """Inverse of `to_blob`. `blob` is writable; received tensors are views of it and keep it alive."""
+    packed = parts_of(blob)
+    return unpack(packed.header, packed.buffers)
+
+
+def parts_of(blob: memoryview | bytearray) -> Packed:
+    """What was packed into a blob, still packed: to be passed on by a process that has no use for the value."""
     view = memoryview(blob)
     (count,) = struct.unpack_from("<Q", view, 0)
     sizes = struct.unpack_from(f"<{count}Q", view, 8)
@@ -76,14 +82,14 @@ def from_blob(blob: memoryview | bytearray) -> Any:
     for size in sizes:
         parts.append(view[offset : offset + size])
         offset = _aligned(offset + size)
-    return unpack(parts[0], parts[1:])
+    return Packed(parts[0], parts[1:])
 
 
 class Blob:
-    """A packed value ready to be sent, once or to many; `close` frees it."""
+    """A value (or what `pack` made of it) ready to be sent, once or to many; `close` frees it."""
 
     def __init__(self, value: Any) -> None:
-        packed = pack(value)
+        packed = value if isinstance(value, Packed) else pack(value)
         self.size = _blob_size(packed)
         self.data: bytes | None = None
         self.fd: int | None = None

@@ -43,6 +43,12 @@ class Toy:
         """Moves with PYTHONHASHSEED, so it shows what was in force when the interpreter started."""
         return hash("exactrl")
 
+    def imported(self, module: str) -> bool:
+        return module in sys.modules
+
+    def session(self) -> int:
+        return os.getsid(0)
+
     def speak(self) -> None:
         print("printed by python")
         print("complained by python", file=sys.stderr)

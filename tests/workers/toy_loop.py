@@ -23,13 +23,14 @@ def agree(launcher: Launcher, ranks: int) -> dict[str, object]:
     import torch
 
     trainers = launcher.trainer_group(functools.partial(Toy, 100), ranks)
-    engines = launcher.engine_group("engine", Toy, 3, {"EXTRA": "yes"})
+    engines = launcher.engine_group("engine", Toy, 3, {"EXTRA": "yes"}, preload=["decimal"])
     seen: dict[str, object] = {
         "sharded": trainers.run("add", list(range(ranks)), factor=10),
         "dotted": engines.run("part.double", [1, 2, 3]),
         "dealt": undeal(engines.run("echo", deal(list(range(9)), 3))),
         "collective": trainers.run("all_reduce", value=10.0),
         "hash": engines.run("text_hash"),
+        "forked": engines.run("imported", ["decimal"] * 3),
         "environment": engines.run("variable", ["PYTHONHASHSEED", "EXTRA", "RANK"]),
         "weights": engines.run("load", weights=trainers.export("make_weights")),
         "main": launcher.on_main(lambda: "from the main process"),
@@ -70,7 +71,7 @@ def gather(launcher: Launcher, ranks: int) -> dict[str, object]:
 def stuck(launcher: Launcher, ranks: int) -> dict[str, object]:
     """Engines and a grandchild are up, the loop waits in a call; the last rank may be told to fail."""
     trainers = launcher.trainer_group(Toy, ranks)
-    engines = launcher.engine_group("engine", Toy, ranks, {})
+    engines = launcher.engine_group("engine", Toy, ranks, {}, preload=["decimal"])
     pids = [os.getpid(), *trainers.run("pid"), *engines.run("pid"), *engines.run("spawn_sleeper")]
     path = Path(sys.argv[3])
     if launcher.is_main:

@@ -1,0 +1,206 @@
+"""Workers that are forks of a process that has imported what they need."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.workers.test_processes import gone
+from tests.workers.toy import Broken, Stubborn, Toy
+from workers.fork_server import ForkServer
+from workers.group import WorkerError
+from workers.processes import ProcessGroup, child_environment, import_path
+
+NOTED = "tests.workers.noted_import"
+ENV = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1", "PYTEST_CURRENT_TEST": ""}
+"""pytest's own variable changes with every test, and another environment is nothing that a fork can have."""
+
+
+class Place:
+    """A server and what it writes."""
+
+    def __init__(self, path: Path, modules: list[str], **more: str) -> None:
+        self.path = path
+        self.notes = path / "notes"
+        self.env = {**ENV, "NOTED": str(self.notes), **more}
+        self.server = ForkServer(child_environment(self.env), modules, path / "server.log")
+
+    def start(self, factory=Toy, replicas: int = 2, **options) -> ProcessGroup:
+        env = {**self.env, **options.pop("env", {})}
+        return ProcessGroup("toy", factory, replicas, env, self.path, fork_server=self.server, **options)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    made = Place(tmp_path_factory.mktemp("forks"), [NOTED])
+    yield made
+    made.server.close()
+
+
+@pytest.fixture
+def own_place(tmp_path):
+    places: list[Place] = []
+
+    def make(modules: list[str], **more: str) -> Place:
+        places.append(Place(tmp_path, modules, **more))
+        return places[-1]
+
+    yield make
+    for made in places:
+        made.server.close()
+
+
+@pytest.fixture(scope="module")
+def group(place):
+    made = place.start()
+    yield made
+    made.close()
+
+
+def test_what_forks_need_is_imported_once_and_by_the_server(place, group):
+    other = place.start(replicas=1)
+    assert [*group.run("imported", [NOTED] * 2), *other.run("imported", [NOTED])] == [True] * 3
+    assert place.notes.read_text().split() == [str(place.server.pid)]
+    other.close()
+
+
+def test_a_fork_is_a_process_as_any_other(place, group):
+    expected = subprocess.run(
+        [sys.executable, "-c", "print(hash('exactrl'))"], env={"PYTHONHASHSEED": "7"}, capture_output=True, text=True
+    )
+    assert group.run("text_hash") == [int(expected.stdout)] * 2
+    assert group.run("pid") == group.pids
+    assert group.run("session") == group.pids
+    assert len({*group.pids, place.server.pid, os.getpid()}) == 4
+    assert group.run("echo", [b"x" * 1_000_000, 2]) == [b"x" * 1_000_000, 2]
+
+
+def test_a_forks_output_is_in_its_own_log(place, group):
+    group.run("speak")
+    for number in range(2):
+        text = (place.path / f"toy-{number}.log").read_text()
+        assert all(line in text for line in ("printed by python", "complained by python", "put by C"))
+    assert "printed" not in (place.path / "server.log").read_text()
+
+
+def test_another_environment_gets_an_interpreter_of_its_own(place):
+    other = place.start(replicas=1, env={"PYTHONHASHSEED": "8"})
+    expected = subprocess.run(
+        [sys.executable, "-c", "print(hash('exactrl'))"], env={"PYTHONHASHSEED": "8"}, capture_output=True, text=True
+    )
+    assert other.run("text_hash") == [int(expected.stdout)]
+    assert other.run("imported", [NOTED]) == [False]
+    other.close()
+    assert gone(other.pids)
+
+
+def test_nothing_is_forked_where_an_import_left_threads_behind(own_place):
+    module = "tests.workers.threaded_import"
+    place = own_place([module])
+    group = place.start(replicas=1)
+    assert group.run("imported", [module]) == [False]
+    assert "left threads behind" in (place.path / "server.log").read_text()
+    group.close()
+
+
+def test_an_import_that_fails_is_left_to_the_worker(own_place):
+    place = own_place(["no_such_module", "decimal"])
+    group = place.start(replicas=1)
+    assert group.run("imported", ["decimal"]) == [True]
+    assert "No module named 'no_such_module'" in (place.path / "server.log").read_text()
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "words"),
+    [("crash", None, ["SIGSEGV", "last words", "Segmentation fault"]), ("leave", [3], ["exited with code 3"])],
+)
+def test_a_fork_that_dies_is_named_with_its_signal_or_code_and_its_log(place, method, argument, words):
+    group = place.start(replicas=1)
+    with pytest.raises(WorkerError) as caught:
+        group.run(method, argument)
+    assert all(word in str(caught.value) for word in words)
+    group.close()
+
+
+def test_a_failure_at_start_leaves_nothing_and_the_server_goes_on(place):
+    with pytest.raises(WorkerError, match="RuntimeError: no such model"):
+        place.start(Broken)
+    group = place.start()
+    assert group.run("part.double", [3, 4]) == [6, 8]
+    group.close()
+    assert gone(group.pids)
+
+
+def test_close_ends_stubborn_forks_and_their_children(place):
+    group = place.start(Stubborn, replicas=1)
+    pids = [*group.pids, *group.run("spawn_sleeper")]
+    group.close()
+    assert gone(pids, within_s=0.5)
+
+
+def test_a_group_may_be_closed_before_its_forks_exist(own_place):
+    place = own_place([NOTED], SLOWLY="3")
+    group = place.start(wait=False)
+    assert group.pids == [None, None]
+    group.close()
+    later = place.start(replicas=1)
+    assert later.run("part.double", [2]) == [4]
+    known = {place.server.pid, *later.pids}
+    children = psutil.Process(place.server.pid).children()
+    assert gone([child.pid for child in children if child.pid not in known])
+    later.close()
+
+
+def test_forks_end_with_the_server_and_the_next_call_says_so(own_place):
+    place = own_place([])
+    group = place.start()
+    pids = [*group.pids, *group.run("spawn_sleeper")]
+    os.kill(place.server.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+        group.run("sleep", [60.0, 60.0])
+    assert gone(pids)
+    group.close()
+    with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+        place.start(replicas=1)
+
+
+PARENT = """
+    import sys
+    from pathlib import Path
+    from tests.workers.toy import Toy
+    from workers.fork_server import ForkServer
+    from workers.processes import ProcessGroup, child_environment
+
+    if __name__ == "__main__":
+        logs = Path(sys.argv[1])
+        server = ForkServer(child_environment({}), ["decimal"], logs / "server.log")
+        group = ProcessGroup("toy", Toy, 2, {}, logs, fork_server=server)
+        print(server.pid, *group.run("pid"), *group.run("spawn_sleeper"), flush=True)
+        group.run("sleep", [100.0, 100.0])
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_server_forks_and_grandchildren_die_with_their_owner(tmp_path, signum):
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(PARENT))
+    owner = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": import_path()},
+    )
+    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    assert len(pids) == 5
+    owner.send_signal(signum)
+    owner.wait(10)
+    assert gone(pids)

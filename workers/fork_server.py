@@ -1,0 +1,277 @@
+"""A process that has imported what engines need, and starts each engine as a fork of itself.
+
+Importing vLLM is nearly all of an engine's start: 6 to 8 s of CPU time, against half a second for a fork and one or two for the
+model. The engines of a machine import the same modules, so one process imports them once (`python -m workers.fork_server`).
+
+    owner -- {number, log} and the socket to the worker --> server -- fork --> the worker's process (`child.py`)
+    owner <-- {number, pid}, and when it has ended {number, code} -- server
+
+`multiprocessing.forkserver` is made of the same idea, but takes the environment and the main module of the process that uses it.
+A fork can't have variables of its own that are read when an interpreter or a library starts, so one that is to have another
+environment than the server gets a fresh interpreter; so does everyone when an import left threads behind, which a fork loses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from workers import child
+
+MESSAGE_LIMIT = 1 << 20
+"""Bytes of one message; an environment is a few KiB."""
+POLL_S = 0.02
+
+
+class ForkServer:
+    """The server, seen by the process that owns it; it ends with its owner, and its forks end with it."""
+
+    def __init__(self, env: Mapping[str, str], modules: Sequence[str], log: Path) -> None:
+        """Start the server; it imports while this process goes on.
+
+        Args:
+            env: the whole environment of the server and of its forks.
+            modules: what to import, in order. One that fails is left to the worker that needs it.
+            log: where its output goes until a fork has a log of its own.
+        """
+        self._env = dict(env)
+        self._lock = threading.Lock()
+        self._asked: dict[int, ForkedProcess] = {}
+        self._gone = False
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="fork-server-starter")
+        try:
+            # The kernel ties a child to the thread that started it; this one lives as long as the server.
+            start = self._starter.submit(
+                child.start_interpreter, "workers.fork_server", env, log, theirs.fileno(), *modules
+            )
+            self._process = start.result()
+        finally:
+            theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    def fork(self, env: Mapping[str, str], log: Path, sock: socket.socket) -> ForkedProcess:
+        """Ask for a worker's process; returns before it exists.
+
+        Args:
+            env: the whole environment of the process.
+            log: where its output goes.
+            sock: the worker's end of its channel; the caller may close its copy.
+        """
+        with self._lock:
+            forked = ForkedProcess(self, len(self._asked))
+            self._asked[forked.number] = forked
+            other = None if env == self._env else dict(env)
+            request = {"number": forked.number, "other_env": other, "log": str(log)}
+            with contextlib.suppress(OSError):  # a server that is gone is noticed by `receive`
+                socket.send_fds(self._sock, [json.dumps(request).encode()], [sock.fileno()])
+        return forked
+
+    def give_up(self, forked: ForkedProcess) -> None:
+        """Take a request back; should it be too late, what was forked is killed."""
+        with self._lock, contextlib.suppress(OSError):
+            forked.returncode = -signal.SIGKILL
+            self._sock.send(json.dumps({"number": forked.number, "kill": True}).encode())
+
+    def receive(self) -> None:
+        """Take in what the server has said so far; without waiting."""
+        with self._lock:
+            while self._gone or select.select([self._sock], [], [], 0)[0]:
+                message = b""
+                with contextlib.suppress(OSError):
+                    message = self._sock.recv(MESSAGE_LIMIT)
+                if not message:
+                    self._end_all()
+                    return
+                said = json.loads(message)
+                forked = self._asked[said["number"]]
+                forked.known_pid = said.get("pid", forked.known_pid)
+                forked.returncode = said.get("code", forked.returncode)
+
+    def close(self) -> None:
+        """End the server and whatever it has forked."""
+        self._process.kill()
+        self._process.wait()
+        with self._lock:
+            self._end_all()
+        self._starter.shutdown(wait=False)
+
+    def _end_all(self) -> None:
+        """The server is gone; the kernel has killed its forks."""
+        self._gone = True
+        self._sock.close()
+        for forked in self._asked.values():
+            if forked.returncode is None:
+                forked.returncode = -signal.SIGKILL
+
+
+class ForkedProcess:
+    """A fork: as much of `subprocess.Popen` as a process group needs. Its exit code comes from its parent, the server."""
+
+    def __init__(self, server: ForkServer, number: int) -> None:
+        self.number = number
+        self.known_pid: int | None = None
+        self.returncode: int | None = None
+        self._server = server
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None while the server is still importing."""
+        if self.known_pid is None:
+            self._server.receive()
+        return self.known_pid
+
+    def poll(self) -> int | None:
+        """The exit code (negative: a signal's number), or None while it runs or is still to come."""
+        if self.returncode is None:
+            self._server.receive()
+        return self.returncode
+
+    def give_up(self) -> None:
+        """End it although it may not have begun."""
+        self._server.give_up(self)
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the end.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a forked worker", timeout)
+            time.sleep(POLL_S)
+        return code
+
+
+class _Server:
+    """The server's side."""
+
+    def __init__(self, sock: socket.socket, env: dict[str, str]) -> None:
+        self._sock = sock
+        self._env = env
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._can_fork = len(os.listdir("/proc/self/task")) == 1
+        if not self._can_fork:
+            print("an import has left threads behind, so workers get interpreters of their own", flush=True)
+
+    def serve(self) -> int | None:
+        """Fork when asked to, and report ends, until the owner is gone.
+
+        Returns:
+            In a fork, and only there: the descriptor of its channel.
+        """
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is not self._sock:
+                    self._report_end(key.fd, *key.data)
+                    continue
+                message, fds, _, _ = socket.recv_fds(self._sock, MESSAGE_LIMIT, 1, socket.MSG_CMSG_CLOEXEC)
+                if not message:
+                    return None
+                request = json.loads(message)
+                if "kill" in request:
+                    self._kill(request["number"])
+                    continue
+                if self._can_fork and request["other_env"] is None:
+                    pid = self._fork(request["log"])
+                    if pid == 0:
+                        return fds[0]
+                else:
+                    pid = self._spawn(request["other_env"] or self._env, request["log"], fds[0])
+                os.close(fds[0])
+                self._say(request["number"], pid=pid)
+                self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (request["number"], pid))
+
+    def _fork(self, log: str) -> int:
+        """0 in the fork, which is then as `subprocess` would have left a child; its pid here."""
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid:
+            os.close(writing)
+            os.read(reading, 1)  # its session is made: from here on its process group can be signalled
+            os.close(reading)
+            return pid
+        os.setsid()
+        for owned in [key.fd for key in self._selector.get_map().values()]:
+            os.close(owned)
+        self._selector.close()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        for done in (output, reading, writing):
+            os.close(done)
+        return 0
+
+    def _spawn(self, env: dict[str, str], log: str, fd: int) -> int:
+        """A fresh interpreter; its pid."""
+        process = child.start_interpreter("workers.child", env, Path(log), fd)
+        process.returncode = 0  # it is waited for here, not by subprocess
+        return process.pid
+
+    def _kill(self, number: int) -> None:
+        for key in self._selector.get_map().values():
+            if key.data is not None and key.data[0] == number:
+                os.killpg(key.data[1], signal.SIGKILL)
+
+    def _report_end(self, pidfd: int, number: int, pid: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        self._say(number, code=os.waitstatus_to_exitcode(status))
+
+    def _say(self, number: int, **what: Any) -> None:
+        with contextlib.suppress(OSError):  # the owner is gone, which the next round notices
+            self._sock.send(json.dumps({"number": number, **what}).encode())
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Without garbage collection, which would walk the millions of lasting objects that an import makes, again and again; and
+    frozen afterwards, so that no fork's collection touches, and thereby copies, the shared memory."""
+    gc.disable()
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception:
+            traceback.print_exc()
+    gc.freeze()
+    gc.enable()
+
+
+def main() -> None:
+    """Entry of the process."""
+    parent, sock = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    child.die_with_parent(parent)
+    sock.set_inheritable(False)
+    me, env = os.getpid(), dict(os.environ)  # before an import adds to it
+    _import(sys.argv[3:])
+    channel = _Server(sock, env).serve()
+    if channel is not None:
+        child.host(me, channel)
+
+
+if __name__ == "__main__":
+    main()

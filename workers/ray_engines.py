@@ -1,0 +1,224 @@
+"""Engines under Ray: on each node one actor, which starts the node's engines as its children and passes calls on to them.
+
+    driver -- Ray --> EngineHost (an actor a node) -- socket, memory files --> engine processes
+
+So the engines of a node can be forks of one process that has imported vLLM (`fork_server.py`), they start, fail and end as they do
+under torchrun, and a value for all of them leaves the object store once a node. The actor never unpacks what it passes on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.calls import traceback_text
+from workers.engine_processes import EngineProcesses
+from workers.group import WorkerError, WorkerFactory
+from workers.processes import ProcessGroup
+from workers.ray_actor import Wire, as_wire, from_wire, split_handles, to_wire
+from workers.transport import Packed
+
+CONCURRENT_CALLS = 16
+"""Calls that a host takes on at a time: the groups of a node, each with one call running and one that closes it."""
+PATIENCE_S = 60.0
+"""How much longer than its engines a host may take to start."""
+CLOSE_S = 9.0
+"""Longest wait for a host that closes a group."""
+
+
+class EngineHost:
+    """What runs in a node's actor."""
+
+    def __init__(self, log_dir: str, log_name: str, device: str) -> None:
+        self._processes = EngineProcesses(Path(log_dir), log_name, device)
+        self._groups: dict[int, ProcessGroup] = {}
+        self._lock = threading.Lock()
+
+    def whereabouts(self) -> tuple[str, int]:
+        """Ray's id of the node, and the process id there."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def start(
+        self,
+        key: int,
+        name: str,
+        factory: Wire,
+        envs: Mapping[int, Mapping[str, str]],
+        start_timeout_s: float,
+        preload: Sequence[str],
+    ) -> tuple[str, Any]:
+        """Start a group, known as `key` from here on."""
+
+        def start() -> None:
+            with self._lock:
+                self._groups[key] = self._processes.start(
+                    name, _packed(factory), envs, start_timeout_s=start_timeout_s, preload=preload
+                )
+
+        return _answer(start)
+
+    def ready(self, key: int) -> tuple[str, Any]:
+        """Wait until the group's engines are built."""
+        return _answer(lambda: self._groups[key].ready())
+
+    def call(
+        self, key: int, method: str, arguments: Sequence[Wire] | None, common: Wire, names: Sequence[str], *handles: Any
+    ) -> tuple[str, Any]:
+        """`ProcessGroup.run_packed`; `handles` are the values of exported results, `names` their keywords."""
+
+        def call() -> list[Wire]:
+            packed = None if arguments is None else [_packed(argument) for argument in arguments]
+            handed = {name: _packed(value) for name, (_, value) in zip(names, handles, strict=True)}
+            return [as_wire(result) for result in self._groups[key].run_packed(method, packed, _packed(common), handed)]
+
+        return _answer(call)
+
+    def stop(self, key: int) -> None:
+        """Close a group."""
+        with self._lock:
+            group = self._groups.get(key)
+        if group is not None:
+            group.close()
+
+
+@dataclass(frozen=True)
+class Share:
+    """The replicas of a group that one node has."""
+
+    host: Any
+    """Ray's handle of the node's `EngineHost`."""
+    numbers: Sequence[int]
+    """The replicas' numbers in the group."""
+
+
+class RayEngineGroup:
+    """A `WorkerGroup` of engines on one node or several."""
+
+    def __init__(self, key: int, name: str, size: int, shares: Sequence[Share]) -> None:
+        """Nothing is started yet.
+
+        Args:
+            key: what the hosts are to know the group by.
+            shares: each replica's number is in one of them.
+        """
+        self.name = name
+        self.size = size
+        self._key = key
+        self._shares = shares
+        self._starting: list[Any] = []
+        self._deadline = 0.0
+        self._closed = False
+
+    def start(
+        self,
+        factory: WorkerFactory,
+        envs: Sequence[Mapping[str, str]],
+        start_timeout_s: float,
+        preload: Sequence[str],
+        wait: bool,
+    ) -> None:
+        """Start all engines; raises as `run` does when one can't be built (unless the first call is to wait)."""
+        wire = to_wire(factory)
+        for share in self._shares:
+            own = {number: dict(envs[number]) for number in share.numbers}
+            self._starting.append(
+                share.host.start.remote(self._key, self.name, wire, own, start_timeout_s, list(preload))
+            )
+        self._deadline = time.monotonic() + start_timeout_s + PATIENCE_S
+        if wait:
+            self._settle()
+
+    def run(self, method: str, sharded: Sequence[Any] | None = None, /, **common: Any) -> list[Any]:
+        """See `WorkerGroup.run`."""
+        if self._closed:
+            raise WorkerError(f"{self.name}.{method} was called after the group was closed")
+        if sharded is not None and len(sharded) != self.size:
+            raise ValueError(f"{self.name}.{method}: {len(sharded)} sharded arguments for {self.size} workers")
+        self._settle()
+        handles, keywords = split_handles(common, len(self._shares))
+        arguments = None if sharded is None else [to_wire(value) for value in sharded]
+        refs = [
+            share.host.call.remote(
+                self._key,
+                method,
+                None if arguments is None else [arguments[number] for number in share.numbers],
+                keywords,
+                list(handles),
+                *handles.values(),
+            )
+            for share in self._shares
+        ]
+        results: dict[int, Any] = {}
+        for share, wires in zip(self._shares, self._answers(refs, method), strict=True):
+            results.update(zip(share.numbers, map(from_wire, wires), strict=True))
+        return [results[number] for number in range(self.size)]
+
+    def export(self, method: str, /, **common: Any) -> Any:
+        """See `WorkerGroup.export`; the handle is worker 0's result itself."""
+        return self.run(method, everywhere=False, **common)[0]
+
+    def close(self) -> None:
+        """End every engine; safe to call twice."""
+        import ray
+
+        closed, self._closed = self._closed, True
+        if not closed and ray.is_initialized():
+            refs = [share.host.stop.remote(self._key) for share in self._shares]
+            ray.wait(refs, num_returns=len(refs), timeout=CLOSE_S)
+
+    def _settle(self) -> None:
+        """Wait until every engine is built; once."""
+        if not self._starting:
+            return
+        try:
+            self._answers(self._starting, "its start", self._deadline)
+            waiting = [share.host.ready.remote(self._key) for share in self._shares]
+            self._answers(waiting, "its start", self._deadline)
+        except BaseException:
+            self.close()
+            raise
+        self._starting = []
+
+    def _answers(self, refs: Sequence[Any], method: str, deadline: float | None = None) -> list[Any]:
+        """What each host answered; the first failure to arrive is raised without waiting for the others."""
+        import ray
+
+        answers: dict[Any, Any] = {}
+        pending = list(refs)
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=1.0)
+            for ref in ready:
+                try:
+                    status, answers[ref] = ray.get(ref)
+                except ray.exceptions.RayError as error:
+                    raise WorkerError(
+                        f"the process that hosts {self.name} died during {method}\n{type(error).__name__}: {error}"
+                    ) from None
+                if status == "error":
+                    raise WorkerError(answers[ref])
+            if pending and deadline is not None and time.monotonic() > deadline:
+                raise WorkerError(
+                    f"{self.name}: Ray did not start {len(pending)} of {len(refs)} host processes in time"
+                )
+        return [answers[ref] for ref in refs]
+
+
+def _packed(wire: Wire) -> Packed:
+    header, arrays = wire
+    return Packed(header, [array.data for array in arrays])
+
+
+def _answer(function: Callable[[], Any]) -> tuple[str, Any]:
+    try:
+        return "ok", function()
+    except WorkerError as error:
+        return "error", str(error)
+    except Exception as error:
+        return "error", traceback_text(error)
