@@ -98,7 +98,8 @@ def start_alone(run: Path) -> float:
     config = from_yaml(run / "config.yaml")
     factory = rollout_engine(config, 64, "cpu")
     begin = time.perf_counter()
-    group = ProcessGroup("alone", factory, 1, process_env(True, config.determinism.threads, "cpu"), run / "logs")
+    env = process_env(config.full_determinism, config.determinism.threads, "cpu")
+    group = ProcessGroup("alone", factory, 1, env, run / "logs")
     seconds = time.perf_counter() - begin
     group.close()
     return seconds

@@ -87,9 +87,11 @@ class Work:
 
     def requests(self) -> list[GenerationRequest]:
         """As `Rollout.generate` makes them."""
-        from rollout.episodes import requests_for
+        from rollout.episodes import requests_for, seeds_are_derived
 
-        return requests_for(self.prompts, self.sampling, run_seed=self.config.rollout.seed, **self.asked)
+        rollout = self.config.rollout
+        derived = seeds_are_derived(rollout)
+        return requests_for(self.prompts, self.sampling, run_seed=rollout.seed, derive_seeds=derived, **self.asked)
 
 
 class RolloutEngines:
