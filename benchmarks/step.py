@@ -2,16 +2,15 @@
 
     python benchmarks/step.py [--steps 6] [--out benchmarks/results/step.json] [overrides ...]
 
-Runs the tiny default (64 prompts x 4 samples) under full determinism in a process of its own, then serves exactly the requests of its last
-step with vLLM directly in one process. Every figure is a ratio or a time from this one run; nothing here is a test.
+Runs the tiny default (64 prompts x 4 samples) under full determinism in a process of its own. Then the requests of its last step are served by the
+rollout engines and by vLLM directly in one process, in turns (throughput.py). Every figure is a time or a ratio of times from this one
+run; nothing here is a test.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,8 @@ import psutil
 # A script's own folder comes first on the path, where `determinism.py` would hide the package of that name.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.throughput import compare  # noqa: E402
+
 # Work inside engines and models; the rest of a phase is transfer, waiting and bookkeeping. Of the scoring only what the step
 # waits for counts: the rest happens during the others.
 INSIDE = (
@@ -39,24 +40,6 @@ INSIDE = (
     "critic.update",
     "actor.update",
 )
-
-DIRECT = """
-import json, sys, time
-from vllm import LLM, SamplingParams
-request = json.load(open(sys.argv[1]))
-llm = LLM(request["model"], dtype="float32", max_model_len=request["context"], enforce_eager=True, max_num_seqs=64,
-          kv_cache_memory_bytes=64 << 20, skip_tokenizer_init=True, disable_log_stats=True)
-def serve():
-    prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
-    params = [SamplingParams(temperature=1.0, max_tokens=request["max_new_tokens"], seed=seed % 2**31, logprobs=0,
-              stop_token_ids=request["stop"], detokenize=False) for seed in request["seeds"]]
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return sum(len(o.outputs[0].token_ids) for o in outputs), time.perf_counter() - start
-serve()
-best = max((tokens / seconds for tokens, seconds in (serve() for _ in range(3))))
-print("RESULT", best)
-"""
 
 
 class PeakMemory:
@@ -105,80 +88,50 @@ def run_training(run: Path, steps: int, overrides: Sequence[str]) -> float:
     return memory.stop()
 
 
-def direct_throughput(run: Path, steps: int) -> float:
-    """Tokens per second of stock vLLM in one process, given the requests of the last step."""
-    from configs.compose import from_yaml
-
-    config = from_yaml(run / "config.yaml")
-    rows = [json.loads(line) for line in (run / "episodes" / f"step_{steps:06d}.jsonl").read_text().splitlines()]
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    request = {
-        "model": config.model.path,
-        "context": config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens,
-        "prompts": [tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows],
-        "seeds": [row["seed"] for row in rows],
-        "max_new_tokens": config.rollout.sampling.max_new_tokens,
-        "stop": [tokenizer.eos_token_id],
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "request.json"
-        file.write_text(json.dumps(request))
-        from determinism.environment import process_env
-
-        # The seeded generator on CPU is the one patch that direct use needs too: stock vLLM can't seed requests there.
-        env = {**os.environ, **process_env(False, config.determinism.threads, "cpu")}
-        done = subprocess.run(
-            [sys.executable, "-c", DIRECT, str(file)], env=env, capture_output=True, text=True, check=False
-        )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    if not lines:
-        raise SystemExit(f"vLLM alone failed:\n{done.stderr[-3000:]}")
-    return float(lines[0].split()[1])
-
-
 def start_alone(run: Path) -> float:
     """Seconds from starting a rollout engine's process until it could generate, with nothing else on the machine."""
     from configs.compose import from_yaml
     from determinism.environment import process_env
-    from rollout.vllm_engine import VLLMEngine
+    from trainer.build import rollout_engine
     from workers.processes import ProcessGroup
 
     config = from_yaml(run / "config.yaml")
-    settings: dict[str, Any] = {"full_determinism": True, "threads": config.determinism.threads, "device": "cpu"}
-    factory = functools.partial(VLLMEngine, config.model.path, config=config.rollout, max_model_len=64, **settings)
+    factory = rollout_engine(config, 64, "cpu")
     begin = time.perf_counter()
-    group = ProcessGroup("alone", factory, 1, process_env(True, config.determinism.threads, "cpu"), run / "logs")
+    env = process_env(config.full_determinism, config.determinism.threads, "cpu")
+    group = ProcessGroup("alone", factory, 1, env, run / "logs")
     seconds = time.perf_counter() - begin
     group.close()
     return seconds
 
 
+def sampled_tokens(run: Path, step: int) -> int:
+    """Tokens of the step's responses."""
+    lines = (run / "episodes" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return sum(len(json.loads(line)["response_ids"]) for line in lines)
+
+
 def summarise(run: Path, steps: int, memory: float) -> dict[str, Any]:
     """Means over the steps after the first, which warms caches."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"timing_s/step"' in line][
-        1:
-    ]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "timing_s/step" in row][1:]
     step = mean(row["timing_s/step"] for row in rows)
     inside = {name: mean(row.get(f"timing_s/busy/{name}", 0.0) for row in rows) for name in INSIDE}
     inside["reward inference, waited for"] = mean(row["timing_s/reward"] for row in rows)
     phases = sorted({key for row in rows for key in row if key.startswith("timing_s/") and "/busy/" not in key})
-    generated = [json.loads(line) for line in (run / "episodes" / f"step_{steps:06d}.jsonl").read_text().splitlines()]
-    tokens = sum(len(row["response_ids"]) for row in generated)
-    rollout = tokens / rows[-1]["timing_s/gen"]
-    direct = direct_throughput(run, steps)
     manifest = json.loads((run / "manifest.json").read_text())
     starts = {"all at once, " + name: times for name, times in manifest["informative"]["start_s"].items()}
     starts["a rollout engine alone"] = [start_alone(run)]
+    throughput = compare(run, steps)
+    in_step = sum(sampled_tokens(run, row["step"]) for row in rows) / sum(row["timing_s/gen"] for row in rows)
     return {
         "step_s": step,
         "phases_s": {name.removeprefix("timing_s/"): mean(row.get(name, 0.0) for row in rows) for name in phases},
         "inside_s": inside,
         "inside_share": sum(inside.values()) / step,
-        "rollout_tokens_per_s": rollout,
-        "direct_tokens_per_s": direct,
-        "rollout_share_of_direct": rollout / direct,
+        "throughput": throughput,
+        "in_step_tokens_per_s": in_step,
+        "in_step_share_of_direct": in_step / throughput["direct"]["tokens_per_s"],
         "engine_start_s": starts,
         "peak_memory_gib": memory,
     }
@@ -192,11 +145,23 @@ def show(result: dict[str, Any]) -> None:
     print(f"\n{'inside':28} {'s':>8}")
     for name, seconds in result["inside_s"].items():
         print(f"{name:28} {seconds:8.3f}")
+    speed = result["throughput"]
     goals = [
         ("share of a step inside engines and models", f"{result['inside_share']:.1%}", "at least 70%"),
-        ("rollout tokens/s", f"{result['rollout_tokens_per_s']:.0f}", ""),
-        ("vLLM alone, one process, tokens/s", f"{result['direct_tokens_per_s']:.0f}", ""),
-        ("rollout / vLLM alone", f"{result['rollout_share_of_direct']:.1%}", "at least 80%"),
+        ("vLLM alone, one process, tokens/s", f"{speed['direct']['tokens_per_s']:.0f}", ""),
+        (
+            f"rollout, {speed['rollout']['replicas']} replica(s), tokens/s",
+            f"{speed['rollout']['tokens_per_s']:.0f}",
+            "",
+        ),
+        ("rollout / vLLM alone", f"{speed['rollout']['share_of_direct']:.1%}", "at least 80%"),
+        *(
+            [("rollout with one replica / vLLM alone", f"{speed['one replica']['share_of_direct']:.1%}", "")]
+            if "one replica" in speed
+            else []
+        ),
+        ("in the step, beside the scoring, tokens/s", f"{result['in_step_tokens_per_s']:.0f}", ""),
+        ("in the step / vLLM alone", f"{result['in_step_share_of_direct']:.1%}", ""),
         *(
             (f"start of {name}, s", ", ".join(f"{one:.1f}" for one in seconds), "at most 10")
             for name, seconds in result["engine_start_s"].items()

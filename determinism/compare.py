@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,10 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     else:
         left, right = dict(a.metrics), dict(b.metrics)
     if not left.keys() & right.keys():
-        raise NotComparableError(f"{a.name} and {b.name} have no step in common ({len(left)} and {len(right)} steps)")
+        raise NotComparableError(
+            f"{a.name} has {_steps(left)} and {b.name} has {_steps(right)}: none in common, and bits are compared step by step "
+            "(an evaluation has the step of its checkpoint, or 0)"
+        )
     grid: dict[int, dict[str, bool]] = {}
     divergence = None
     for step in sorted(left.keys() | right.keys()):
@@ -94,6 +97,14 @@ def compare_runs(a: Run, b: Run) -> Comparison:
                     step, phase, one.get(phase), two.get(phase), first_value_difference(a, b, step, phase)
                 )
     return Comparison(a.name, b.name, fields, divergence, grid)
+
+
+def _steps(found: Collection[int]) -> str:
+    """The steps in words, for a message."""
+    if not found:
+        return "no steps"
+    first, last = min(found), max(found)
+    return f"step {first}" if first == last else f"steps from {first} to {last}"
 
 
 def _equal(a: Any, b: Any) -> bool:

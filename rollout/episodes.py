@@ -164,13 +164,16 @@ class Rollout:
             per_replica = self.group.run("generate", shares)
             return episodes_from(prompts, requests, gather(requests, per_replica), self.decode)
         by_key = {request.key: request for request in requests}
+        episodes: dict[SampleKey, Episode] = {}
 
         def tell(generations: Sequence[Generation]) -> None:
-            finished = [by_key[generation.key] for generation in generations]
-            on_finished(episodes_from(prompts, finished, generations, self.decode))
+            asked = [by_key[generation.key] for generation in generations]
+            finished = episodes_from(prompts, asked, generations, self.decode)
+            episodes.update((episode.key, episode) for episode in finished)
+            on_finished(finished)
 
         generations = gather(requests, self._in_portions(shares, tell))
-        return episodes_from(prompts, requests, generations, self.decode)
+        return [episodes[generation.key] for generation in generations]
 
     def _in_portions(
         self, shares: Sequence[Sequence[GenerationRequest]], tell: Callable[[Sequence[Generation]], None]

@@ -41,7 +41,7 @@ from trainer.tiny import resolve
 from trainer.tracking import Tracker
 from trainer.validation import Validation
 from workers.calls import BUSY
-from workers.group import Launcher, WorkerGroup
+from workers.group import Launcher, WorkerFactory, WorkerGroup
 from workers.resources import resolve_device
 
 logger = logging.getLogger(__name__)
@@ -129,33 +129,42 @@ def trainer_group(config: Config, launcher: Launcher, roles: list[str]) -> Worke
     return launcher.trainer_group(functools.partial(TrainerWorker, config, roles), config.launcher.num_ranks)
 
 
-def engine_groups(
-    config: Config, launcher: Launcher, inputs: Inputs, device: str
-) -> tuple[WorkerGroup, WorkerGroup | None]:
-    """Rollout engines, and reward engines when a reward model is set."""
-    from reward.model import RewardModelEngine
+def rollout_engine(config: Config, context: int, device: str) -> WorkerFactory:
+    """What makes a rollout engine in its process; `context` as in `Inputs`."""
     from rollout.vllm_engine import VLLMEngine
     from workers.vllm_process import PRELOAD
 
-    shared: dict[str, Any] = {
+    return functools.partial(
+        VLLMEngine,
+        config.model.path,
+        config=config.rollout,
+        max_model_len=context,
+        tokenizer=config.model.tokenizer,
+        **_shared_settings(config, device),
+    )
+
+
+def _shared_settings(config: Config, device: str) -> dict[str, Any]:
+    """Settings that every engine is given."""
+    return {
         "full_determinism": config.full_determinism,
         "threads": config.determinism.threads,
         "device": device,
         "cpu_linear": config.determinism.cpu_linear,
         "trust_remote_code": config.model.trust_remote_code,
     }
+
+
+def engine_groups(
+    config: Config, launcher: Launcher, inputs: Inputs, device: str
+) -> tuple[WorkerGroup, WorkerGroup | None]:
+    """Rollout engines, and reward engines when a reward model is set."""
+    from reward.model import RewardModelEngine
+
     env = process_env(config.full_determinism, config.determinism.threads, device)
-    generating = functools.partial(
-        VLLMEngine,
-        config.model.path,
-        config=config.rollout,
-        max_model_len=inputs.context,
-        tokenizer=config.model.tokenizer,
-        **shared,
-    )
     rollout = launcher.engine_group(
         "rollout",
-        generating,
+        rollout_engine(config, inputs.context, device),
         config.rollout.replicas,
         env,
         start_timeout_s=config.rollout.start_timeout_s,
@@ -167,6 +176,7 @@ def engine_groups(
     if reward.path is None:
         return rollout, None
     context = reward.max_model_len or inputs.context
+    shared = _shared_settings(config, device)
     scoring = functools.partial(RewardModelEngine, reward.path, config=reward, max_model_len=context, **shared)
     return rollout, launcher.engine_group(
         "reward", scoring, reward.replicas, env, start_timeout_s=reward.start_timeout_s, wait=False, preload=PRELOAD

@@ -7,6 +7,7 @@ No trainer rank is needed: the shards of any number of ranks are read and put to
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from configs.schema import LoraConfig
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "actor.weights/"
 """Before a parameter's name in the sharded state (`TrainerWorker.save`)."""
@@ -82,17 +85,20 @@ def actor_weights(checkpoint: Checkpoint, model_path: str | Path, lora: LoraConf
         lora: settings under which the actor's adapters were trained, when it has some.
 
     Raises:
-        CheckpointError: the weights do not fit the model; names the parameters.
+        CheckpointError: the weights do not fit the model (names the parameters), or are adapters of a model with other contents.
     """
     from determinism.digest import module_digest
     from rollout.weights import check_weights, checkpoint_shapes
 
     stored = _read(checkpoint)
     digest = module_digest(stored.items())
+    adapters = any(".lora_A." in name for name in stored)
+    if adapters:
+        _check_base(checkpoint, model_path)
     try:
         shapes = checkpoint_shapes(model_path)
         tensors = stored
-        if any(".lora_A." in name for name in stored):
+        if adapters:
             tensors = dict(_merged(stored, shapes, model_path, lora))
         check_weights(tensors, shapes)
     except ValueError as error:
@@ -149,6 +155,31 @@ def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:
         warnings.filterwarnings("ignore", message="torch.distributed is")  # a single process is what is meant
         dcp.load(state, checkpoint_id=checkpoint.workers, no_dist=True)
     return {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+
+
+def _check_base(checkpoint: Checkpoint, model_path: str | Path) -> None:
+    """Refuse a base of adapters that is not, by content, the model that the run recorded in its manifest."""
+    from determinism.manifest import read_manifest
+    from trainer.build import model_digest
+
+    run = run_of(checkpoint)
+    if run is None or not (run / "manifest.json").is_file():
+        logger.warning(
+            "%s holds adapters and lies in no run with a manifest.json, so it can't be checked that %s is the model they "
+            "were trained on",
+            checkpoint.path,
+            model_path,
+        )
+        return
+    manifest = read_manifest(run / "manifest.json")
+    recorded, found = manifest["data"]["model/actor"], model_digest(str(model_path))
+    if found != recorded:
+        raise CheckpointError(
+            f"{checkpoint.path} holds adapters of the model {manifest['config']['model']['path']} with the digest {recorded} "
+            f"(manifest.json of the run), but {model_path} has the digest {found}: merged into it they would be a model that "
+            "was never trained. Restore its files (weights, configuration, tokenizer), or name a directory that holds "
+            "them as they were with model.path=DIR"
+        )
 
 
 def _merged(

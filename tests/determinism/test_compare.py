@@ -98,6 +98,31 @@ def test_what_cannot_be_compared_exits_with_two(make_run, tmp_path, capsys):
     assert "not comparable" in capsys.readouterr().err
 
 
+def test_evaluations_of_two_checkpoints_are_not_comparable_and_their_steps_are_named(tmp_path, capsys):
+    paths = {}
+    for name, step in (("first", 1), ("second", 2), ("second_again", 2)):
+        paths[name] = tmp_path / name
+        paths[name].mkdir()
+        ledger = Ledger(paths[name], "digest")
+        ledger.add("validation/rewards", torch.ones(3))
+        ledger.commit(step)
+    assert main([str(paths["first"]), str(paths["second"])]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"{paths['first']} has step 1 and {paths['second']} has step 2: none in common" in err
+    assert "an evaluation has the step of its checkpoint" in err
+    assert main([str(paths["second"]), str(paths["second_again"])]) == 0
+
+
+def test_runs_whose_steps_do_not_overlap_are_not_comparable(make_run, capsys):
+    a, b = make_run("a"), make_run("b", steps=5)
+    Ledger(a, "digest").truncate_after(2)
+    lines = (b / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (b / "ledger.jsonl").write_text("".join(lines[2:]))
+    assert main([str(a), str(b)]) == 2
+    assert f"{a} has steps from 1 to 2 and {b} has steps from 3 to 5: none in common" in capsys.readouterr().err
+
+
 def test_any_number_of_runs_is_compared_to_the_first(make_run, capsys):
     runs = [str(make_run(name)) for name in "ab"] + [str(make_run("c", change=one_ulp))]
     assert main(runs) == 1

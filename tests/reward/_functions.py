@@ -29,6 +29,16 @@ async def slow_length(response: str, seconds: float = 0.5) -> float:
     return float(len(response))
 
 
+def meet(mine: Path, theirs: Path) -> None:
+    """Say that this side has begun, and wait until the other says so; two calls that work one after the other never meet."""
+    mine.touch()
+    for _ in range(3000):
+        if theirs.exists():
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"{mine.name} has begun, but {theirs.name} has not")
+
+
 def by_response(response: str) -> Any:
     """What the response says is what happens."""
     match response.split():
@@ -51,6 +61,9 @@ def by_response(response: str) -> Any:
         case ["sleep", seconds]:
             time.sleep(float(seconds))
             return float(seconds)
+        case ["meet", mine, theirs]:
+            meet(Path(mine), Path(theirs))
+            return 1.0
         case ["spin"]:
             while True:
                 pass

@@ -2,7 +2,6 @@ import json
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from reward.manager import RewardError, RewardManager
 from reward.normalise import RunningNormaliser
 from reward.pool import PoolError
 from rollout.types import Episode, Prompt, SampleKey, Score
+from tests.reward._functions import meet
 from tests.trainer._tokenizers import word_tokenizer
 from workers.group import WorkerError
 
@@ -57,15 +57,14 @@ def build() -> Iterator[Build]:
 class Replicas:
     """A worker group in this process, of engines that score a conversation by what `value` says of its length."""
 
-    def __init__(self, size: int, value: Callable[[int], float] = float, delay_s: float = 0.0) -> None:
-        self.size, self.value, self.delay_s = size, value, delay_s
+    def __init__(self, size: int, value: Callable[[int], float] = float) -> None:
+        self.size, self.value = size, value
         self.received: list[list[list[int]]] = []
         self.scored = 0
 
     def run(self, method: str, sharded: Any = None, /, **common: Any) -> list[Any]:
         assert method == "score"
         assert len(sharded) == self.size
-        time.sleep(self.delay_s)
         self.received = sharded
         self.scored += sum(map(len, sharded))
         return [[self.value(len(ids)) for ids in shard] for shard in sharded]
@@ -109,13 +108,21 @@ class TestSum:
         assert [score.total for score in scores] == [3.0, 5.5, 8.0]
         assert engines.received[0][0] == [3, 4]
 
-    def test_functions_work_while_the_reward_model_does(self, build: Build) -> None:
-        manager = with_model(build, Replicas(1, delay_s=1.0), function("by_response"))
-        manager.start()
-        begin = time.monotonic()
-        scores, _ = manager.score(group("sleep 1"))
-        assert time.monotonic() - begin < 1.9
-        assert scores[0].by_source["f"] == 1.0
+    def test_functions_work_while_the_reward_model_does(self, build: Build, tmp_path: Path) -> None:
+        function_began, model_began = tmp_path / "function", tmp_path / "model"
+
+        def value(length: int) -> float:
+            meet(model_began, function_began)
+            return 2.5
+
+        manager = with_model(build, Replicas(1, value), function("by_response", timeout_s=60.0))
+        (score,), _ = manager.score(group(f"meet {function_began} {model_began}"))
+        assert score.by_source == {"model": 2.5, "f": 1.0}
+
+    def test_one_that_works_alone_meets_nobody(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+        with pytest.raises(TimeoutError, match="model has begun, but function has not"):
+            meet(tmp_path / "model", tmp_path / "function")
 
     @pytest.mark.parametrize("early", [[], [2], [2, 0], [1, 2, 0]])
     def test_what_is_scored_ahead_is_scored_once_and_comes_in_order(self, build: Build, early: list[int]) -> None:

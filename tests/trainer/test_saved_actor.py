@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from configs.problems import UserError
 from configs.schema import LoraConfig
+from determinism.manifest import write_manifest
 from tests.workers._models import RatioLoss, batch, leaves_of, mini_batch, save_checkpoint, trainer_config
 from tests.workers._ranks import on_ranks
+from trainer.build import model_digest
 from trainer.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from trainer.cli import main
 from trainer.saved_actor import actor_weights, find_checkpoint, run_of, verify
@@ -79,6 +81,58 @@ def test_a_model_of_other_shapes_is_refused_by_parameter(saved, tmp_path):
 def test_adapters_are_merged_with_their_own_settings_or_not_at_all(saved, lora, message):
     with pytest.raises(CheckpointError, match=message):
         actor_weights(find_checkpoint(saved["folder"] / "adapters"), saved["model"], lora)
+
+
+@pytest.fixture
+def recorded(saved, tmp_path):
+    """A run of the given kind that has a manifest, and a copy of its model."""
+
+    def make(kind: str) -> tuple[Checkpoint, Path]:
+        shutil.copytree(saved["folder"] / kind, tmp_path / kind)
+        shutil.copytree(saved["model"], tmp_path / "model")
+        digests = {"model/actor": model_digest(saved["model"])}
+        write_manifest(tmp_path / kind / "manifest.json", {"model": {"path": saved["model"]}}, {}, digests)
+        return find_checkpoint(tmp_path / kind), tmp_path / "model"
+
+    return make
+
+
+def flip(model: Path) -> None:
+    """Change a bit of the last weight."""
+    data = bytearray((model / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (model / "model.safetensors").write_bytes(data)
+
+
+def test_adapters_are_merged_into_the_model_that_the_run_recorded_wherever_it_lies_now(saved, recorded):
+    checkpoint, model = recorded("adapters")
+    exported, _ = saved["adapters"]
+    tensors = actor_weights(checkpoint, model, LORA).tensors
+    assert all(torch.equal(tensors[name], value) for name, value in exported.items())
+
+
+def test_adapters_are_refused_over_a_changed_base_model(saved, recorded):
+    checkpoint, model = recorded("adapters")
+    before = model_digest(str(model))
+    flip(model)
+    with pytest.raises(UserError) as error:
+        actor_weights(checkpoint, model, LORA)
+    message = str(error.value)
+    assert f"adapters of the model {saved['model']} with the digest {before}" in message
+    assert f"{model} has the digest {model_digest(str(model))}" in message
+    assert "with model.path=DIR" in message
+
+
+def test_whole_weights_do_not_depend_on_the_base_models(saved, recorded):
+    checkpoint, model = recorded("whole")
+    flip(model)
+    tensors = actor_weights(checkpoint, model, None).tensors
+    assert all(torch.equal(tensors[name], value) for name, value in saved["whole"][0].items())
+
+
+def test_adapters_without_a_manifest_cannot_be_checked_which_is_said(saved, caplog):
+    actor_weights(find_checkpoint(saved["folder"] / "adapters"), saved["model"], LORA)
+    assert "it can't be checked" in caplog.text
 
 
 def test_a_flipped_byte_is_named(saved, tmp_path):
