@@ -132,7 +132,6 @@ def trainer_group(config: Config, launcher: Launcher, roles: list[str]) -> Worke
 def rollout_engine(config: Config, context: int, device: str) -> WorkerFactory:
     """What makes a rollout engine in its process; `context` as in `Inputs`."""
     from rollout.vllm_engine import VLLMEngine
-    from workers.vllm_process import PRELOAD
 
     return functools.partial(
         VLLMEngine,
@@ -160,6 +159,7 @@ def engine_groups(
 ) -> tuple[WorkerGroup, WorkerGroup | None]:
     """Rollout engines, and reward engines when a reward model is set."""
     from reward.model import RewardModelEngine
+    from workers.vllm_process import PRELOAD
 
     env = process_env(config.full_determinism, config.determinism.threads, device)
     rollout = launcher.engine_group(
