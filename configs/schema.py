@@ -26,7 +26,7 @@ class RunConfig:
     resume: str = "never"
     """`never`: a used directory is refused. `auto`: continue from the newest complete checkpoint, or start when there is none. A number: continue from the checkpoint of that step."""
     resume_allow: list[str] = field(default_factory=list)
-    """Dotted config keys which may differ from the run that is resumed, beyond those that never change results."""
+    """Dotted config keys which may differ from the run that is resumed, beyond those that never change results. What a data source or model under such a key holds may differ too."""
 
 
 @dataclass

@@ -6,11 +6,9 @@ Order matters for speed: trainer ranks and engines take seconds to start, so eve
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from configs.checks import rollout_context
@@ -18,7 +16,6 @@ from configs.compose import to_dict
 from configs.problems import UserError
 from configs.roles import roles_needed
 from configs.schema import Config
-from determinism.digest import digest_value
 from determinism.environment import check_facts, facts, process_env
 from determinism.ledger import Ledger
 from determinism.manifest import write_manifest
@@ -28,7 +25,8 @@ from rollout.engine import find_eos_token_ids
 from rollout.episodes import Rollout, seeds_are_derived
 from trainer.async_ppo import AsyncPPO
 from trainer.checkpoint import Checkpoint, CheckpointStore
-from trainer.data import PromptData, PromptSampler, data_digest
+from trainer.contents import input_digests
+from trainer.data import PromptData, PromptSampler
 from trainer.engine_check import EngineCheck, check_engines
 from trainer.judge import Judge
 from trainer.kl import controller
@@ -45,8 +43,6 @@ from workers.group import Launcher, WorkerFactory, WorkerGroup
 from workers.resources import resolve_device
 
 logger = logging.getLogger(__name__)
-
-MODEL_FILES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".bin")
 
 
 @dataclass
@@ -335,22 +331,6 @@ def record_manifest(
     if config.full_determinism:
         for name, found in named.items():
             check_facts(name, found, config.determinism.threads)
-    digests = {
-        "data/train": data_digest(inputs.train.prompts),
-        "data/validation": data_digest(inputs.validation.prompts),
-        "model/actor": model_digest(config.model.path),
-    }
-    if config.reward.model.path is not None:
-        digests["model/reward"] = model_digest(config.reward.model.path)
+    digests = input_digests(config, roles_needed(config), inputs.train.prompts, inputs.validation.prompts)
     informative = {"engine_check": checked.as_dict() if checked else None, "start_s": starts}
     write_manifest(run.manifest, to_dict(config), named, digests, informative)
-
-
-def model_digest(path: str) -> str:
-    """Digest of what a checkpoint directory holds (weights, settings, tokenizer), by content."""
-    files = sorted(file for file in Path(path).iterdir() if file.is_file() and file.suffix in MODEL_FILES)
-    contents = []
-    for file in files:
-        with open(file, "rb") as opened:
-            contents.append([file.name, hashlib.file_digest(opened, "sha256").hexdigest()])
-    return digest_value(contents)

@@ -177,7 +177,7 @@ def _evaluate(ready: Session, checkpoint: Checkpoint | None, actor: ActorWeights
 
     config, launcher, run, inputs, stack = ready
     step = checkpoint.step if checkpoint else 0
-    launcher.on_main(lambda: prepare_directory(config, run))
+    launcher.on_main(lambda: prepare_directory(config, run, inputs))
     engines = start_engines(config, launcher, run, inputs, stack)
     checked = engines.check(config, inputs)
     processes = {name: group.run("facts") for name, group in engines.groups.items()}

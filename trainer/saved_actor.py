@@ -160,7 +160,7 @@ def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:
 def _check_base(checkpoint: Checkpoint, model_path: str | Path) -> None:
     """Refuse a base of adapters that is not, by content, the model that the run recorded in its manifest."""
     from determinism.manifest import read_manifest
-    from trainer.build import model_digest
+    from trainer.contents import model_digest
 
     run = run_of(checkpoint)
     if run is None or not (run / "manifest.json").is_file():

@@ -1,5 +1,6 @@
 """The same bits again (D1), under another launcher (D2), rollout topology (D3), trainer topology (D4), after a kill (D5)."""
 
+import json
 import os
 import signal
 import subprocess
@@ -150,3 +151,17 @@ def test_resuming_another_experiment_is_refused_by_name(reference, capsys):
     code = main(["train", *runs.MICRO[:1], f"run.dir={reference}", "run.resume=auto", "algorithm.advantage.lam=0.5"])
     assert code == 2
     assert "algorithm.advantage.lam: 0.95 in the run, 0.5 now" in capsys.readouterr().err
+
+
+def test_resuming_on_data_that_has_changed_under_its_name_is_refused(reference, capsys):
+    manifest = reference / "manifest.json"
+    text = manifest.read_text()
+    digest = json.loads(text)["data"]["data/train"]
+    try:
+        manifest.write_text(text.replace(digest, "0" * 32))
+        allowed = "run.resume_allow=[full_determinism,reward.full_determinism,rollout.full_determinism]"
+        code = main(["train", *runs.MICRO[:1], f"run.dir={reference}", "run.resume=auto", allowed])
+    finally:
+        manifest.write_text(text)
+    assert code == 2
+    assert f"data.train (data/train): {'0' * 32} in the run, {digest} now" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from trainer.contents import check_contents
 from trainer.resume import ResumeError, check_resume
 from trainer.run_dir import RunDirectory, RunDirectoryError, append_json_line, cut_jsonl
 
@@ -78,3 +79,26 @@ def test_another_experiment_is_refused_by_name_unless_allowed(new, key):
     with pytest.raises(ResumeError, match=key):
         check_resume(BASE, new, [], "run")
     check_resume(BASE, new, ["model", "data", "seed"], "run")
+
+
+READ = {"data/train": "1", "data/validation": "2", "model/actor": "3"}
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "allowed"),
+    [
+        ("model/actor", "model.path", ["model.path"]),
+        ("model/actor", "model.path", ["model"]),
+        ("data/train", "data.train", ["data.train.0.path"]),
+    ],
+)
+def test_the_same_names_with_other_contents_are_refused_unless_allowed(name, setting, allowed):
+    found = {**READ, name: "9"}
+    with pytest.raises(ResumeError, match=rf"{setting} \({name}\): {READ[name]} in the run, 9 now"):
+        check_contents(READ, found, ["data.validation", "models"], "run")
+    check_contents(READ, found, allowed, "run")
+    check_contents(READ, READ, [], "run")
+
+
+def test_contents_that_were_not_recorded_are_not_compared():
+    check_contents({"model/actor": "3"}, READ, [], "run")

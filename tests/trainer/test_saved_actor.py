@@ -13,9 +13,9 @@ from configs.schema import LoraConfig
 from determinism.manifest import write_manifest
 from tests.workers._models import RatioLoss, batch, leaves_of, mini_batch, save_checkpoint, trainer_config
 from tests.workers._ranks import on_ranks
-from trainer.build import model_digest
 from trainer.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from trainer.cli import main
+from trainer.contents import model_digest
 from trainer.saved_actor import actor_weights, find_checkpoint, run_of, verify
 from workers.trainer_worker import TrainerWorker
 
