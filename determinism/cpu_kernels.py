@@ -124,6 +124,9 @@ def install(linear: str = "auto", full_determinism: bool = True) -> CpuKernels:
     _replace_rank_count()
     _replace_sampling(full_determinism)
     if full_determinism:
+        # The deterministic mode fills every new tensor with NaN, in case somebody reads before writing: each operator here then
+        # writes its output twice. vLLM's model code allocates to overwrite, and runs without the fill everywhere else.
+        torch.utils.deterministic.fill_uninitialized_memory = False
         _check_split_kv()
         _refuse_unseeded()
         _replace_attention_metadata()
@@ -356,15 +359,16 @@ def _replace_attention_metadata() -> None:
 def _token_by_token(metadata: Any) -> Any:
     """The same work with each query token as a request of its own, whose context ends at that token."""
     requests, tokens = metadata.num_reqs, metadata.num_actual_tokens
-    starts = metadata.query_start_loc[: requests + 1].long()
-    counts = starts[1:] - starts[:-1]
-    owner = torch.repeat_interleave(torch.arange(requests), counts)
-    place = torch.arange(tokens) - starts[owner]
-    context = (metadata.seq_lens[:requests].long() - counts)[owner] + place + 1
+    starts = metadata.query_start_loc[: requests + 1]
+    ends = starts[1:]
+    owner = torch.repeat_interleave(ends - starts[:-1], output_size=tokens)
+    one_by_one = torch.arange(tokens + 1, dtype=starts.dtype)
+    # A request's tokens end at `ends` in the batch and at `seq_lens` in its context.
+    context = (metadata.seq_lens[:requests] - ends)[owner] + one_by_one[1:]
     return dataclasses.replace(
         metadata,
         num_reqs=tokens,
-        query_start_loc=torch.arange(tokens + 1, dtype=metadata.query_start_loc.dtype),
+        query_start_loc=one_by_one,
         seq_lens=context.to(metadata.seq_lens.dtype),
         block_table_tensor=metadata.block_table_tensor[owner].contiguous(),
         max_query_len=1,
@@ -379,7 +383,14 @@ def _replace_linear(kernels: CpuKernels) -> None:
 
     def pack(weight: Tensor) -> MatMul:
         handle = ops.create_onednn_mm(weight.t(), 32)
-        return lambda x, bias: ops.onednn_mm(handle, x, bias)
+
+        # What ops.onednn_mm does for two dimensions.
+        def matmul(x: Tensor, bias: Tensor | None) -> Tensor:
+            out = x.new_empty(x.shape[0], handle.n)
+            torch.ops._C.onednn_mm(out, x, bias, handle.handler_tensor)
+            return out
+
+        return matmul
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
         if not kernels.full_determinism or layer.weight.is_meta:
