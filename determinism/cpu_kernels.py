@@ -12,7 +12,8 @@ replaces each of them:
                      global one. Here a request's noise is a function of its seed and the number of tokens it has sampled.
     rank counting    the count behind a log-probability's rank is compiled for 5 to 15 s at first use; here it is eager.
 
-Everything is a replacement of vLLM's internals, so it is tied to the version it was tested with.
+RMSNorm and SiLU keep a request's bits apart already; `determinism.cpu_layers` makes them cheaper, with and without full
+determinism. Everything is a replacement of vLLM's internals, so it is tied to the version it was tested with.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from determinism import cpu_layers
 
 TESTED_VLLM = "0.32.0"
 PLUGIN_SWITCH = "EXACTRL_CPU_KERNELS"
@@ -86,12 +89,23 @@ class CpuKernels:
     """The version found."""
     chosen: dict[tuple[int, int, str], str] = dataclasses.field(default_factory=dict)
     """(output features, input features, dtype) of each layer shape -> the mode its self-test allowed."""
+    norm: str = "stock"
+    """`fused`, or `stock` with another vLLM than the tested one."""
+    norm_widths: dict[int, bool] = dataclasses.field(default_factory=dict)
+    """Features of each float32 norm -> whether it is fused: its self-test passed."""
 
     def facts(self) -> dict[str, Any]:
-        """Plain values: the settings and how many layer shapes run in which mode."""
+        """Plain values: the settings, how many layer shapes run in which mode, and how many widths of norms are fused or not."""
         modes = sorted(set(self.chosen.values()))
         counts = {mode: sum(value == mode for value in self.chosen.values()) for mode in modes}
-        return {"linear": self.linear, "full_determinism": self.full_determinism, "layer_shapes": counts}
+        fused = sum(self.norm_widths.values())
+        return {
+            "linear": self.linear,
+            "full_determinism": self.full_determinism,
+            "layer_shapes": counts,
+            "norm": self.norm,
+            "norm_widths": {"fused": fused, "stock": len(self.norm_widths) - fused},
+        }
 
 
 def install(linear: str = "auto", full_determinism: bool = True) -> CpuKernels:
@@ -100,7 +114,7 @@ def install(linear: str = "auto", full_determinism: bool = True) -> CpuKernels:
     Args:
         linear: `auto` takes `pad1` where its self-test passes and else `block16`; either name insists on that one.
         full_determinism: False replaces only the sampling noise and the rank count (per-request seeds then work and nothing
-            is compiled), and leaves linears and attention as vLLM has them.
+            is compiled) and, with the tested vLLM, the norms and activations; linears and attention stay as vLLM has them.
 
     Raises:
         BatchInvarianceError: another vLLM version than the tested one, or key/value splitting is on (full determinism only).
@@ -123,7 +137,14 @@ def install(linear: str = "auto", full_determinism: bool = True) -> CpuKernels:
     _check_version(vllm.__version__, full_determinism)
     _replace_rank_count()
     _replace_sampling(full_determinism)
+    if vllm.__version__.split("+")[0] == TESTED_VLLM:
+        wanted.norm = "fused"
+        cpu_layers.replace_norm(wanted.norm_widths)
+        cpu_layers.replace_activation()
     if full_determinism:
+        # The deterministic mode fills every new tensor with NaN, in case somebody reads before writing: each operator here then
+        # writes its output twice. vLLM's model code allocates to overwrite, and runs without the fill everywhere else.
+        torch.utils.deterministic.fill_uninitialized_memory = False
         _check_split_kv()
         _refuse_unseeded()
         _replace_attention_metadata()
@@ -356,15 +377,16 @@ def _replace_attention_metadata() -> None:
 def _token_by_token(metadata: Any) -> Any:
     """The same work with each query token as a request of its own, whose context ends at that token."""
     requests, tokens = metadata.num_reqs, metadata.num_actual_tokens
-    starts = metadata.query_start_loc[: requests + 1].long()
-    counts = starts[1:] - starts[:-1]
-    owner = torch.repeat_interleave(torch.arange(requests), counts)
-    place = torch.arange(tokens) - starts[owner]
-    context = (metadata.seq_lens[:requests].long() - counts)[owner] + place + 1
+    starts = metadata.query_start_loc[: requests + 1]
+    ends = starts[1:]
+    owner = torch.repeat_interleave(ends - starts[:-1], output_size=tokens)
+    one_by_one = torch.arange(tokens + 1, dtype=starts.dtype)
+    # A request's tokens end at `ends` in the batch and at `seq_lens` in its context.
+    context = (metadata.seq_lens[:requests] - ends)[owner] + one_by_one[1:]
     return dataclasses.replace(
         metadata,
         num_reqs=tokens,
-        query_start_loc=torch.arange(tokens + 1, dtype=metadata.query_start_loc.dtype),
+        query_start_loc=one_by_one,
         seq_lens=context.to(metadata.seq_lens.dtype),
         block_table_tensor=metadata.block_table_tensor[owner].contiguous(),
         max_query_len=1,
@@ -379,7 +401,14 @@ def _replace_linear(kernels: CpuKernels) -> None:
 
     def pack(weight: Tensor) -> MatMul:
         handle = ops.create_onednn_mm(weight.t(), 32)
-        return lambda x, bias: ops.onednn_mm(handle, x, bias)
+
+        # What ops.onednn_mm does for two dimensions.
+        def matmul(x: Tensor, bias: Tensor | None) -> Tensor:
+            out = x.new_empty(x.shape[0], handle.n)
+            torch.ops._C.onednn_mm(out, x, bias, handle.handler_tensor)
+            return out
+
+        return matmul
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
         if not kernels.full_determinism or layer.weight.is_meta:

@@ -311,6 +311,7 @@ def _torch_flags() -> dict[str, Any]:
     modes = {0: "off", 1: "warn", 2: "error"}
     return {
         "deterministic_algorithms": modes[torch.get_deterministic_debug_mode()],
+        "fill_uninitialized_memory": torch.utils.deterministic.fill_uninitialized_memory,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "fp32_precision": {
             "cuda.matmul": torch.backends.cuda.matmul.fp32_precision,

@@ -274,4 +274,10 @@ def test_facts_say_what_is_in_force(lab, policy):
     assert facts["engine"]["max_num_seqs"] == 8
     assert facts["engine"]["scheduling_policy"] == "priority"
     assert facts["engine"]["cpu_kernels"]["full_determinism"] is True
+    assert facts["engine"]["cpu_kernels"]["norm"] == "fused"
+    assert (
+        facts["engine"]["cpu_kernels"]["norm_widths"]["stock"]
+        == 0
+        < facts["engine"]["cpu_kernels"]["norm_widths"]["fused"]
+    )
     assert json.loads(json.dumps(facts)) == facts
