@@ -5,7 +5,8 @@
     scores(all) ───┘  adds the rest and waits
 
 With `max_num_seqs=1` and no prefix cache a score is a function of its own conversation, so the order in which conversations are
-scored, and what else happens meanwhile, can't change a bit.
+scored, and what else happens meanwhile, can't change a bit. For the same reason samples of a batch with the same conversation share
+one score (a group of short answers has many such): it is computed once.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class ModelScoring:
         self._context = context
         self._added: set[SampleKey] = set()
         self._done: dict[SampleKey, ModelScore] = {}
+        self._values: dict[tuple[int, ...], float] = {}  # of the conversations that were scored
         self._error: BaseException | None = None
         self._portions: queue.SimpleQueue[Sequence[Episode] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -127,25 +129,36 @@ class ModelScoring:
         from reward.model import RewardInput, reward_tokens
 
         found: dict[SampleKey, ModelScore] = {}
-        inputs: list[list[int]] = []
-        scored: list[Episode] = []
+        conversations: dict[SampleKey, tuple[int, ...]] = {}
         for episode in episodes:
-            ids = reward_tokens(episode.prompt, episode.text, self._tokenizer, self._config)
+            ids = tuple(reward_tokens(episode.prompt, episode.text, self._tokenizer, self._config))
             try:
-                RewardInput(episode.key, tuple(ids)).check(self._context or len(ids))
+                RewardInput(episode.key, ids).check(self._context or len(ids))
             except ValueError as error:
                 found[episode.key] = _failure(episode, "length", str(error))
             else:
-                scored.append(episode)
-                inputs.append(ids)
-        # Under torchrun every rank makes this call, with the same inputs.
-        replies = undeal(self._group.run("score", deal(inputs, self._group.size)))
-        if len(replies) != len(inputs):
-            raise RewardError(f"the reward engines returned {len(replies)} scores for {len(inputs)} conversations")
-        for episode, value in zip(scored, replies, strict=True):
-            finite = math.isfinite(value)
-            found[episode.key] = value if finite else _failure(episode, "not_finite", f"the reward model gave {value}")
+                conversations[episode.key] = ids
+        self._ask([ids for ids in dict.fromkeys(conversations.values()) if ids not in self._values])
+        for episode in episodes:
+            if episode.key in conversations:
+                value = self._values[conversations[episode.key]]
+                finite = math.isfinite(value)
+                found[episode.key] = (
+                    value if finite else _failure(episode, "not_finite", f"the reward model gave {value}")
+                )
         return found
+
+    def _ask(self, conversations: Sequence[tuple[int, ...]]) -> None:
+        # Under torchrun every rank makes this call, with the same conversations, or none does.
+        if not conversations:
+            return
+        shards = deal([list(ids) for ids in conversations], self._group.size)
+        replies = undeal(self._group.run("score", shards))
+        if len(replies) != len(conversations):
+            raise RewardError(
+                f"the reward engines returned {len(replies)} scores for {len(conversations)} conversations"
+            )
+        self._values.update(zip(conversations, replies, strict=True))
 
 
 def sample_name(episode: Episode) -> str:

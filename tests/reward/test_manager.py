@@ -137,6 +137,17 @@ class TestSum:
         assert manager.score(episodes, scoring) == with_model(build, Replicas(1), function("length")).score(episodes)
         assert engines.scored == 3
 
+    def test_a_conversation_that_several_samples_share_is_scored_once(self, build: Build) -> None:
+        engines = Replicas(2)
+        manager = with_model(build, engines)
+        scoring = manager.begin()
+        assert scoring.add is not None
+        episodes = group(" b", " b b", " b", " b b b", " b b")
+        scoring.add(episodes[3:])
+        scores, _ = manager.score(episodes, scoring)
+        assert engines.scored == 3
+        assert [score.total for score in scores] == [0.5 * engines.value(n) for n in (2, 3, 2, 4, 3)]
+
     def test_scoring_ahead_goes_on_while_the_caller_does_something_else(self, build: Build) -> None:
         begun, done = threading.Event(), threading.Event()
 
@@ -383,7 +394,7 @@ class TestRefusals:
         engines = Replicas(1)
         engines.run = lambda *args, **kwargs: [[1.0]]  # type: ignore[method-assign]
         with pytest.raises(RewardError, match="returned 1 scores for 2"):
-            with_model(build, engines).score(group("a", "b"))
+            with_model(build, engines).score(group("a", "a b"))
 
 
 def test_scores_are_plain_values(build: Build, tmp_path: Path) -> None:
