@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,14 +66,30 @@ def session(config: Config) -> Iterator[Session]:
     from determinism.environment import pin_process, reexec_with_hashseed
 
     reexec_with_hashseed(config.full_determinism, config.determinism.threads)
-    pin_process(config.full_determinism, config.determinism.threads)
 
+    from workers.calls import without_collection
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    with without_collection():
+        pin_process(config.full_determinism, config.determinism.threads)
+
+        from workers.launch import make_launcher
+
+        config, run_directory, inputs, functions = _checked(config)
+    with ExitStack() as stack:
+        launcher = make_launcher(config, run_directory.path)
+        stack.callback(launcher.close)
+        launcher.on_main(functions.result)
+        yield Session(config, launcher, run_directory, inputs, stack)
+
+
+def _checked(config: Config) -> tuple[Config, RunDirectory, Inputs, Future[None]]:
+    """The config with its paths, the run directory, the inputs, and the check of the reward functions: done, its result for the main process."""
     from reward.pool import check_functions
     from trainer.build import load_inputs, resolve_paths
     from trainer.run_dir import RunDirectory
-    from workers.launch import launched_by_torchrun, make_launcher
+    from workers.launch import launched_by_torchrun
 
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     config = resolve_paths(config)
     run_directory = RunDirectory(config.run.dir)
     if not launched_by_torchrun():  # under torchrun the first rank to get here would make the directory look used
@@ -83,11 +99,7 @@ def session(config: Config) -> Iterator[Session]:
         # In a process of its own anyway, so it need not wait for the data.
         functions = aside.submit(check_functions, config.reward.functions if first else [])
         inputs = load_inputs(config)
-    with ExitStack() as stack:
-        launcher = make_launcher(config, run_directory.path)
-        stack.callback(launcher.close)
-        launcher.on_main(functions.result)
-        yield Session(config, launcher, run_directory, inputs, stack)
+    return config, run_directory, inputs, functions
 
 
 def start(config: Config, adjust: Callable[[PPO], None] | None = None, checkpoint: Checkpoint | None = None) -> PPO:

@@ -113,7 +113,7 @@ class Host:
             del parts  # the memory of large arguments is not kept until the next message
 
     def _build(self, factory: memoryview, asked: float) -> None:
-        self._worker = Hosted(from_blob(factory), asked)
+        self._worker = Hosted(lambda: from_blob(factory)(), asked)  # unpickling imports the worker's modules
 
     def _call(self, parts: list[memoryview], method: str, has_argument: bool, names: Sequence[str]) -> Any:
         values = [from_blob(part) for part in parts]

@@ -14,7 +14,6 @@ environment than the server gets a fresh interpreter; so does everyone when an i
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from workers import child
+from workers.calls import without_collection
 
 MESSAGE_LIMIT = 1 << 20
 """Bytes of one message; an environment is a few KiB."""
@@ -249,16 +249,12 @@ class _Server:
 
 
 def _import(modules: Sequence[str]) -> None:
-    """Without garbage collection, which would walk the millions of lasting objects that an import makes, again and again; and
-    frozen afterwards, so that no fork's collection touches, and thereby copies, the shared memory."""
-    gc.disable()
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except Exception:
-            traceback.print_exc()
-    gc.freeze()
-    gc.enable()
+    with without_collection():
+        for name in modules:
+            try:
+                importlib.import_module(name)
+            except Exception:
+                traceback.print_exc()
 
 
 def main() -> None:

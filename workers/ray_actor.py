@@ -71,7 +71,7 @@ class ActorHost:
         def build() -> None:
             if rendezvous is not None:
                 self._join(*rendezvous)
-            self._worker = Hosted(from_wire(factory))
+            self._worker = Hosted(lambda: from_wire(factory)())  # unpickling imports the worker's modules
 
         return self._answer("its start", build)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import difflib
 import gc
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from determinism import cpu_kernels
 from determinism.environment import facts, pin_process
+from workers.calls import without_collection
 
 MIB = 1 << 20
 Call = tuple[list[int], Any, int]
@@ -150,7 +150,7 @@ def start_engine(
     for key in sorted(set(extra) & set(arguments) - _DEFAULTS):
         raise ValueError(f"{origin}.{key}: this engine needs {key}={arguments[key]!r}")
     _check_environment()
-    with _quick_start():
+    with without_collection():
         engine_class, args_class = _import_vllm(full_determinism, threads)
         _check_known(extra, args_class.__dataclass_fields__, origin)
         if device == "cpu":
@@ -249,16 +249,3 @@ def _import_vllm(full_determinism: bool, threads: int) -> tuple[Any, Any]:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     return LLMEngine, EngineArgs
-
-
-@contextmanager
-def _quick_start() -> Iterator[None]:
-    """No automatic garbage collection: importing vLLM makes millions of lasting objects, and walking them again and again is a
-    fifth of the import's time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
