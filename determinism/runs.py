@@ -6,6 +6,7 @@ A run directory has everything (manifest, ledger, metrics, maybe raw values); W&
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,10 @@ from determinism.ledger import StepRecord, read_ledger
 
 # Wall time and what is derived from it differ between equal runs; they are never compared.
 UNCOMPARED_PREFIXES = ("timing_s/", "perf/", "_")
+
+
+_NAMED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""How a W&B server writes what JSON has no number for."""
 
 
 class NotComparableError(ValueError):
@@ -130,6 +135,7 @@ def _online_rows(source: str) -> Iterator[dict[str, Any]]:
     import wandb
 
     try:
-        yield from wandb.Api().run(source).scan_history()
+        for row in wandb.Api().run(source).scan_history():
+            yield {name: _NAMED.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
     except Exception as error:
         raise NotComparableError(f"{source}: W&B could not be read: {error}") from error

@@ -1,6 +1,9 @@
 """Where two runs part: manifest field, step, phase, sample, token, parameter; and the exit codes."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch
 from determinism.compare import FieldDifference, field_lines, main
 from determinism.ledger import Ledger
 from determinism.values import tensor_difference, ulps
+from tests.determinism import wandb_server
 
 
 @pytest.fixture
@@ -173,6 +177,41 @@ def test_an_offline_wandb_directory_is_read(tmp_path, capsys):
         session.finish()
     assert main(paths) == 0
     assert "SAME: 1 steps" in capsys.readouterr().out
+
+
+ROW = '{"_step": %d, "critic/score/mean": %s, "timing_s/step": %s}'
+
+
+def test_online_wandb_runs_are_read_by_the_real_client(tmp_path):
+    """Against a server on this machine that answers the client's queries."""
+    first, third = ROW % (1, "0.30000000000000004", "2.5"), ROW % (3, "0.7", "2.5")
+    histories = {
+        "a": [first, ROW % (2, '"NaN"', "2.5"), third],
+        "same": [first, ROW % (2, '"NaN"', "9.5"), third],
+        "other": [first, ROW % (2, "0.5", "2.5"), third],
+        "near": [ROW % (1, "0.3", "2.5"), ROW % (2, '"NaN"', "2.5"), third],
+    }
+
+    def compare(*names: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "trainer.cli", "compare", *(f"me/project/{name}" for name in names)],
+            env={**os.environ, **settings},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    with wandb_server.serve(histories) as address:
+        settings = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "a" * 40, "WANDB_CACHE_DIR": str(tmp_path)}
+        same, other, near, missing = (compare("a", name) for name in ("same", "other", "near", "nowhere"))
+    assert same.returncode == 0, same.stderr
+    assert "SAME: 3 steps" in same.stdout
+    assert other.returncode == 1
+    assert "step 2, phase critic/score/mean" in other.stdout
+    assert near.returncode == 1
+    assert "step 1, phase critic/score/mean" in near.stdout
+    assert missing.returncode == 2
+    assert "me/project/nowhere: W&B could not be read" in missing.stderr
 
 
 @pytest.mark.parametrize(
