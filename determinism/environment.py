@@ -107,7 +107,9 @@ def process_env(full_determinism: bool, threads: int, device: str) -> dict[str, 
         raise ValueError(f"determinism.threads is {threads}; a process needs at least 1")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}; it must be 'cpu' or 'cuda' (resolve 'auto' first)")
-    env = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    env = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    # numpy multiplies no matrices here, and the threads that it would start when it is imported stand in the way of forks.
+    env["OPENBLAS_NUM_THREADS"] = "1"
     env |= {
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in the engine's process: 5 s to start instead of 40
