@@ -23,7 +23,12 @@ Call = tuple[list[int], Any, int]
 CPU_BLOCK_SIZE = 32
 """Tokens of a KV block on CPU: the smallest its attention kernel takes, so that most of a shared prefix is found."""
 
-PRELOAD = ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
+PRELOAD = (
+    "vllm.engine.arg_utils",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.layers.quantization.online.base",
+)
 """What takes long to import and is the same for every engine on CPU. `cpu_kernels` replaces attributes of these modules and classes
 after they are imported, before a model is built."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -19,8 +21,13 @@ EPSILON = 1e-6
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """vLLM's compiled operators, which the functions under test call."""
+    """vLLM's compiled operators, which the functions under test call; what vLLM writes into the environment is taken back."""
+    before = dict(os.environ)
     import vllm._custom_ops  # noqa: F401
+
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
