@@ -38,9 +38,8 @@ def fused_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     Returns:
         A new contiguous tensor of x's shape.
     """
-    x = (
-        x.contiguous()
-    )  # the kernel takes the rows to lie end to end, and reads the wrong ones of a slice without an error
+    # The kernel takes the rows to lie end to end, and reads the wrong ones of a slice without an error.
+    x = x.contiguous()
     out = torch.empty_like(x)
     torch.ops._C.rms_norm(out, x, weight, epsilon)
     return out

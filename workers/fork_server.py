@@ -37,6 +37,8 @@ from workers.calls import without_collection
 MESSAGE_LIMIT = 1 << 20
 """Bytes of one message; an environment is a few KiB."""
 POLL_S = 0.02
+_GONE = (BrokenPipeError, ConnectionResetError)
+"""What a socket raises when the other end is gone; anything else is an error of ours."""
 
 
 class ForkServer:
@@ -84,23 +86,26 @@ class ForkServer:
             self._asked[forked.number] = forked
             other = None if env == self._env else dict(env)
             request = {"number": forked.number, "other_env": other, "log": str(log)}
-            with contextlib.suppress(OSError):  # a server that is gone is noticed by `receive`
-                socket.send_fds(self._sock, [json.dumps(request).encode()], [sock.fileno()])
+            if not self._gone:
+                with contextlib.suppress(*_GONE):  # noticed by `receive`
+                    socket.send_fds(self._sock, [json.dumps(request).encode()], [sock.fileno()])
         return forked
 
     def give_up(self, forked: ForkedProcess) -> None:
         """Take a request back; should it be too late, what was forked is killed."""
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(*_GONE):
             forked.returncode = -signal.SIGKILL
-            self._sock.send(json.dumps({"number": forked.number, "kill": True}).encode())
+            if not self._gone:
+                self._sock.send(json.dumps({"number": forked.number, "kill": True}).encode())
 
     def receive(self) -> None:
         """Take in what the server has said so far; without waiting."""
         with self._lock:
             while self._gone or select.select([self._sock], [], [], 0)[0]:
                 message = b""
-                with contextlib.suppress(OSError):
-                    message = self._sock.recv(MESSAGE_LIMIT)
+                if not self._gone:
+                    with contextlib.suppress(*_GONE):
+                        message = self._sock.recv(MESSAGE_LIMIT)
                 if not message:
                     self._end_all()
                     return
@@ -244,7 +249,7 @@ class _Server:
         self._say(number, code=os.waitstatus_to_exitcode(status))
 
     def _say(self, number: int, **what: Any) -> None:
-        with contextlib.suppress(OSError):  # the owner is gone, which the next round notices
+        with contextlib.suppress(*_GONE):  # the owner, which the next round notices
             self._sock.send(json.dumps({"number": number, **what}).encode())
 
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from trainer.contents import check_contents
+from configs.schema import Config
+from trainer.contents import check_contents, input_digests
 from trainer.resume import ResumeError, check_resume
 from trainer.run_dir import RunDirectory, RunDirectoryError, append_json_line, cut_jsonl
 
@@ -102,3 +103,20 @@ def test_the_same_names_with_other_contents_are_refused_unless_allowed(name, set
 
 def test_contents_that_were_not_recorded_are_not_compared():
     check_contents({"model/actor": "3"}, READ, [], "run")
+
+
+def test_models_of_the_critic_and_the_reference_are_recorded_where_they_are_others(tmp_path):
+    config = Config()
+    for name in ("policy", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    config.model.path = config.critic.path = config.ref.path = str(tmp_path / "policy")
+    config.reward.model.path = None
+    plain = input_digests(config, ["actor", "critic", "ref"], [], [])
+    assert plain.keys() == {"data/train", "data/validation", "model/actor"}
+    config.critic.path = config.ref.path = str(tmp_path / "other")
+    found = input_digests(config, ["actor", "critic"], [], [])
+    assert found.keys() == plain.keys() | {"model/critic"}
+    assert found["model/critic"] != found["model/actor"]
+    (tmp_path / "other" / "config.json").write_text("changed")
+    assert input_digests(config, ["actor", "critic"], [], [])["model/critic"] != found["model/critic"]
