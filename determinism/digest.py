@@ -44,7 +44,9 @@ PAGE = 4096
 """Bytes that share a weight; a power of two, so that no element lies across two pages."""
 
 _GROUPS = 4  # lanes of one group share the page weights; two pages whose weights are alike in one are not in the others
-_AT_ONCE = 256  # pages worked on at once: they and what is made of them stay in the core's cache
+_AT_ONCE = 128  # pages in one product: they stay in the core's cache
+_RUN = 2048  # pages whose sums are weighted together; on a GPU, which wants few and large kernels, _LARGE in both
+_LARGE = 32768
 _FEW = 32  # pieces with fewer whole pages share a product with others; cuBLAS takes none with fewer than 17 pages
 
 
@@ -105,7 +107,8 @@ def shard_digests(pieces: Sequence[tuple[Tensor, int]]) -> Tensor:
         [len(pieces), LANES] int64 on the pieces' device. An empty piece contributes zeros.
     """
     device = pieces[0][0].device
-    at_once = _AT_ONCE if device.type == "cpu" else _AT_ONCE << 7  # a GPU wants fewer, larger kernels
+    at_once, run = (_AT_ONCE, _RUN) if device.type == "cpu" else (_LARGE, _LARGE)
+    sums = torch.empty(run, LANES, dtype=torch.int32, device=device)
     lanes = torch.zeros(len(pieces), LANES, dtype=torch.int64, device=device)
     small: list[_Bytes] = []
     for row, (local, offset) in enumerate(pieces):
@@ -123,9 +126,13 @@ def shard_digests(pieces: Sequence[tuple[Tensor, int]]) -> Tensor:
         first = page + bool(lead)
         small += [_Bytes(row, page, lead, data[:head]), _Bytes(row, first + whole, 0, data[end:])]
         at = first
-        for pages in body.tensor_split(-(-whole // at_once)):
-            lanes[row] += _weighted(pages, _run_of_weights(at, len(pages), device)).sum(0)
-            at += len(pages)
+        for pages in body.tensor_split(-(-whole // run)):
+            count = len(pages)
+            products = -(-count // at_once)
+            for part, out in zip(pages.tensor_split(products), sums[:count].tensor_split(products), strict=True):
+                torch._int_mm(part, _keys(device), out=out)
+            lanes[row] += _weighted(sums[:count], _run_of_weights(at, count, device)).sum(0)
+            at += count
     _add_small(small, lanes)
     return lanes
 
@@ -151,8 +158,8 @@ def _add_small(pieces: Iterable[_Bytes], lanes: Tensor) -> None:
     def add() -> None:
         index = torch.tensor([rows, numbers], device=lanes.device)
         used = pages[: max(len(rows), _FEW)]
-        products = _weighted(used, _weights(index[1]), len(rows))
-        lanes.index_add_(0, index[0], products)
+        sums = torch._int_mm(used, _keys(lanes.device))[: len(rows)]
+        lanes.index_add_(0, index[0], _weighted(sums, _weights(index[1])))
         used.zero_()
         rows.clear()
         numbers.clear()
@@ -169,9 +176,8 @@ def _add_small(pieces: Iterable[_Bytes], lanes: Tensor) -> None:
         add()
 
 
-def _weighted(pages: Tensor, weights: Tensor, count: int | None = None) -> Tensor:
-    """[n, PAGE] int8 pages to [n, LANES] int64: their sums by key, times the pages' weights. Only the first `count`, if given."""
-    sums = torch._int_mm(pages, _keys(pages.device))[:count]
+def _weighted(sums: Tensor, weights: Tensor) -> Tensor:
+    """[n, LANES] int32 sums of pages by key, times the pages' weights ([n, _GROUPS] int64): [n, LANES] int64."""
     return (sums.view(-1, _GROUPS, LANES // _GROUPS) * weights[:, :, None]).view(-1, LANES)
 
 
