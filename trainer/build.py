@@ -120,9 +120,10 @@ def load_inputs(config: Config) -> Inputs:
 
 def trainer_group(config: Config, launcher: Launcher, roles: list[str]) -> WorkerGroup:
     """FSDP ranks with the roles that this run needs."""
-    from workers.trainer_worker import TrainerWorker
+    from workers.trainer_worker import PRELOAD, TrainerWorker
 
-    return launcher.trainer_group(functools.partial(TrainerWorker, config, roles), config.launcher.num_ranks)
+    factory = functools.partial(TrainerWorker, config, roles)
+    return launcher.trainer_group(factory, config.launcher.num_ranks, preload=PRELOAD)
 
 
 def rollout_engine(config: Config, context: int, device: str) -> WorkerFactory:

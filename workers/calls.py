@@ -14,12 +14,12 @@ from typing import Any
 
 TAIL_LINES = 30
 _TAIL_BYTES = 16 * 1024
-_HOSTS = ("calls.py", "child.py", "ray_actor.py", "ray_group.py", "torchrun_group.py")
+_HOSTS = ("calls.py", "child.py", "torchrun_group.py")
 
 
 BUSY = "busy_seconds"
 """Method that every worker answers: seconds in each of its methods since it was last asked, and at first in `start`: from when its
-process was asked for until it was made (of a rank under Ray or torchrun: its making alone)."""
+process was asked for until it was made (of a rank under torchrun: its making alone)."""
 
 
 class Hosted:

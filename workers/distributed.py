@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -100,12 +100,20 @@ def node_address() -> str:
         return "127.0.0.1"
 
 
-def set_rank_variables(rank: int, world_size: int, local_rank: int, host: str, port: int) -> None:
-    """What torchrun would have put into the environment; libraries in the worker look for it there."""
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(local_rank),
-        MASTER_ADDR=host,
-        MASTER_PORT=str(port),
-    )
+def rank_variables(rank: int, world_size: int, local_rank: int, host: str, port: int) -> dict[str, str]:
+    """What torchrun puts into a rank's environment; libraries look for it there."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+
+
+def rank_worker(factory: Callable[[], Any], device: str, timeout_s: float) -> Any:
+    """The factory of a rank's process: joins the ranks at the store that its `rank_variables` name, then makes the worker."""
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    store = connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, timeout_s)
+    init_process_group(device, rank, world_size, local_rank, timeout_s, store)
+    return factory()

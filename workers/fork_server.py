@@ -1,14 +1,16 @@
-"""A process that has imported what engines need, and starts each engine as a fork of itself.
+"""A process that has imported what workers need, and starts each worker as a fork of itself.
 
 Importing vLLM is nearly all of an engine's start: 6 to 8 s of CPU time, against half a second for a fork and one or two for the
-model. The engines of a machine import the same modules, so one process imports them once (`python -m workers.fork_server`).
+model. The engines of a machine import the same modules, so one process imports them once (`python -m workers.fork_server`); another
+does it for the trainer's ranks.
 
     owner -- {number, log} and the socket to the worker --> server -- fork --> the worker's process (`child.py`)
     owner <-- {number, pid}, and when it has ended {number, code} -- server
 
 `multiprocessing.forkserver` is made of the same idea, but takes the environment and the main module of the process that uses it.
 A fork can't have variables of its own that are read when an interpreter or a library starts, so one that is to have another
-environment than the server gets a fresh interpreter; so does everyone when an import left threads behind, which a fork loses.
+environment than the server gets a fresh interpreter (a rank's number and meeting point apart, which are read late); so does everyone
+when an import left threads behind, which a fork loses.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from workers.calls import without_collection
 MESSAGE_LIMIT = 1 << 20
 """Bytes of one message; an environment is a few KiB."""
 POLL_S = 0.02
+LATE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that nothing reads before a worker is built: a fork gets its own."""
 _GONE = (BrokenPipeError, ConnectionResetError)
 """What a socket raises when the other end is gone; anything else is an error of ours."""
 
@@ -48,11 +52,11 @@ class ForkServer:
         """Start the server; it imports while this process goes on.
 
         Args:
-            env: the whole environment of the server and of its forks.
+            env: the whole environment of the server and of its forks, but for what is `LATE`.
             modules: what to import, in order. One that fails is left to the worker that needs it.
             log: where its output goes until a fork has a log of its own.
         """
-        self._env = dict(env)
+        self._env = _early(env)
         self._lock = threading.Lock()
         self._asked: dict[int, ForkedProcess] = {}
         self._gone = False
@@ -62,7 +66,7 @@ class ForkServer:
         try:
             # The kernel ties a child to the thread that started it; this one lives as long as the server.
             start = self._starter.submit(
-                child.start_interpreter, "workers.fork_server", env, log, theirs.fileno(), *modules
+                child.start_interpreter, "workers.fork_server", self._env, log, theirs.fileno(), *modules
             )
             self._process = start.result()
         finally:
@@ -84,8 +88,9 @@ class ForkServer:
         with self._lock:
             forked = ForkedProcess(self, len(self._asked))
             self._asked[forked.number] = forked
-            other = None if env == self._env else dict(env)
-            request = {"number": forked.number, "other_env": other, "log": str(log)}
+            late = {name: env[name] for name in LATE if name in env}
+            other = None if _early(env) == self._env else dict(env)
+            request = {"number": forked.number, "other_env": other, "late": late, "log": str(log)}
             if not self._gone:
                 with contextlib.suppress(*_GONE):  # noticed by `receive`
                     socket.send_fds(self._sock, [json.dumps(request).encode()], [sock.fileno()])
@@ -202,16 +207,17 @@ class _Server:
                     self._kill(request["number"])
                     continue
                 if self._can_fork and request["other_env"] is None:
-                    pid = self._fork(request["log"])
+                    pid = self._fork(request["log"], request["late"])
                     if pid == 0:
                         return fds[0]
                 else:
-                    pid = self._spawn(request["other_env"] or self._env, request["log"], fds[0])
+                    env = request["other_env"] or self._env | request["late"]
+                    pid = self._spawn(env, request["log"], fds[0])
                 os.close(fds[0])
                 self._say(request["number"], pid=pid)
                 self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (request["number"], pid))
 
-    def _fork(self, log: str) -> int:
+    def _fork(self, log: str, late: dict[str, str]) -> int:
         """0 in the fork, which is then as `subprocess` would have left a child; its pid here."""
         reading, writing = os.pipe()
         pid = os.fork()
@@ -221,6 +227,7 @@ class _Server:
             os.close(reading)
             return pid
         os.setsid()
+        os.environ.update(late)
         for owned in [key.fd for key in self._selector.get_map().values()]:
             os.close(owned)
         self._selector.close()
@@ -251,6 +258,11 @@ class _Server:
     def _say(self, number: int, **what: Any) -> None:
         with contextlib.suppress(*_GONE):  # the owner, which the next round notices
             self._sock.send(json.dumps({"number": number, **what}).encode())
+
+
+def _early(env: Mapping[str, str]) -> dict[str, str]:
+    """What has to be in place before an interpreter starts."""
+    return {name: value for name, value in env.items() if name not in LATE}
 
 
 def _import(modules: Sequence[str]) -> None:

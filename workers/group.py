@@ -51,8 +51,8 @@ class Launcher(Protocol):
     is_main: bool
     """True in the one process that writes files and talks to the tracker."""
 
-    def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
-        """FSDP ranks: torch.distributed is initialised with `num_ranks` before `factory` is called."""
+    def trainer_group(self, factory: WorkerFactory, num_ranks: int, *, preload: Sequence[str] = ()) -> WorkerGroup:
+        """FSDP ranks: torch.distributed is initialised with `num_ranks` before `factory` is called. `preload` as in `engine_group`."""
         ...
 
     def engine_group(
@@ -71,8 +71,8 @@ class Launcher(Protocol):
 
         With `wait=False` it returns while they start, so that several groups start side by side; the first call waits, and raises
         what went wrong at the start. `env` is laid over the process environment that the launcher gives every process. `gpus`: GPUs that one replica sees
-        (its tensor-parallel size); no meaning on CPU. `preload`: modules that the engines need and that take long to import;
-        where forks are possible, one process a node imports them for all of its engines.
+        (its tensor-parallel size); no meaning on CPU. `preload`: modules that the workers need and that take long to import;
+        where forks are possible, one process a node imports them for all that name the same.
         """
         ...
 

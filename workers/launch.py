@@ -100,7 +100,7 @@ def make_launcher(config: Config, run_dir: Path) -> Launcher:
             exit_stack=undo,
         )
     else:
-        from workers.ray_group import RayLauncher
+        from workers.ray_launcher import RayLauncher
 
         launcher = RayLauncher(
             run_dir,

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from workers.calls import Hosted, traceback_text
-from workers.engine_processes import EngineProcesses
 from workers.group import WorkerError, WorkerFactory, WorkerGroup
+from workers.node_processes import NodeProcesses
 from workers.processes import ProcessGroup
 
 T = TypeVar("T")
@@ -65,8 +65,8 @@ class TorchrunLauncher:
             self._exit_stack.close()
             raise
 
-    def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
-        """See `Launcher.trainer_group`; the worker is built here, on every rank.
+    def trainer_group(self, factory: WorkerFactory, num_ranks: int, *, preload: Sequence[str] = ()) -> WorkerGroup:
+        """See `Launcher.trainer_group`; the worker is built here, on every rank, and imports here what it needs.
 
         Raises:
             ValueError: `num_ranks` is not the number of ranks that were started.
@@ -134,7 +134,7 @@ class TorchrunLauncher:
         store = None
         if "RANK" not in os.environ:
             store = distributed.open_store("127.0.0.1", 1, self._timeout_s)
-            distributed.set_rank_variables(0, 1, 0, "127.0.0.1", store.port)
+            os.environ.update(distributed.rank_variables(0, 1, 0, "127.0.0.1", store.port))
             self._exit_stack.callback(_forget_rank_variables)
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
@@ -150,7 +150,7 @@ class TorchrunLauncher:
         self._main_group = distributed.object_group(self._timeout_s)
         local_ranks = distributed.gather_objects(self.local_rank, self._main_group)
         self._leaders = [rank for rank, local in enumerate(local_ranks) if local == 0]
-        self._engines = EngineProcesses(self._run_dir / "logs", f"engines-{self.rank}", self._device)
+        self._engines = NodeProcesses(self._run_dir / "logs", self.rank, self._device)
         self._exit_stack.callback(self._engines.close)
 
     def _keep(self, group: WorkerGroup) -> WorkerGroup:

@@ -24,6 +24,8 @@ from workers.sharding import rank_mesh
 from workers.value import ValueModel
 
 ROLES = ("actor", "ref", "critic")
+PRELOAD = ("workers.trainer_worker", "transformers.models.auto.modeling_auto")
+"""What takes long to import and is the same for every rank."""
 
 
 class TrainerWorker:

@@ -14,9 +14,9 @@ import pytest
 
 from tests.workers.test_processes import gone
 from tests.workers.toy import Broken, Stubborn, Toy
-from workers.engine_processes import EngineProcesses
 from workers.fork_server import ForkServer
 from workers.group import WorkerError
+from workers.node_processes import NodeProcesses
 from workers.processes import ProcessGroup, child_environment, import_path
 
 NOTED = "tests.workers.noted_import"
@@ -177,7 +177,7 @@ def test_forks_end_with_the_server_and_the_next_call_says_so(own_place):
     ("device", "preload", "forked"), [("cpu", True, True), ("cpu", False, False), ("cuda", True, False)]
 )
 def test_engines_are_forked_on_cpu_only_and_only_when_they_name_what_to_import(tmp_path, device, preload, forked):
-    processes = EngineProcesses(tmp_path, "engines", device)
+    processes = NodeProcesses(tmp_path, 0, device)
     envs = {0: {"PYTEST_CURRENT_TEST": ""}, 2: {"PYTEST_CURRENT_TEST": ""}}
     group = processes.start("toy", Toy, envs, start_timeout_s=60.0, preload=["decimal"] if preload else [])
     assert group.run("imported", ["decimal"] * 2) == [forked] * 2

@@ -17,7 +17,8 @@ import torch
 
 from tests.workers.toy import Broken, Slow, Stubborn, Toy
 from workers.group import WorkerError
-from workers.ray_group import RayHandle, RayLauncher
+from workers.ray_launcher import RayLauncher
+from workers.ray_values import RayHandle
 from workers.resources import Needs, ResourceError
 
 NEEDS = Needs(slots=2, threads=1, gpus_per_slot=0, reason="the tests' two ranks")
@@ -103,7 +104,7 @@ def test_an_exception_carries_the_workers_own_traceback_and_log_and_the_group_go
     assert "toy.py" in message
     assert "about to fail" in message
     assert "ray_group.py" not in message
-    assert "ray_actor.py" not in message
+    assert "child.py" not in message
     assert engines.run("part.double", [1, 2]) == [2, 4]
 
 
@@ -139,7 +140,7 @@ def test_a_cluster_that_is_too_small_is_told_at_once(launcher, run_dir):
 )
 def test_an_address_without_a_cluster_is_told_at_once(run_dir, address, message):
     program = (
-        "import sys; from workers.ray_group import RayLauncher; from workers.resources import Needs; "
+        "import sys; from workers.ray_launcher import RayLauncher; from workers.resources import Needs; "
         "RayLauncher(sys.argv[1], Needs(1, 1, 0, 'one'), address=sys.argv[2])"
     )
     done = subprocess.run(

@@ -1,0 +1,73 @@
+"""The worker processes of one node: those on CPU as forks of servers, those on GPUs as interpreters of their own.
+
+(A fork is safe only while nothing has touched CUDA; nobody has run this on a GPU yet, so nothing is forked there.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from workers.fork_server import ForkServer
+from workers.group import WorkerFactory
+from workers.processes import ProcessGroup, child_environment
+from workers.transport import Packed
+
+
+class NodeProcesses:
+    """Starts groups of workers. The first that names modules to import starts a server that has imported them."""
+
+    def __init__(self, log_dir: Path, node: int, device: str) -> None:
+        """Nothing is started yet.
+
+        Args:
+            node: a number of this node among the run's; in the names of the servers' logs.
+            device: `cpu` or `cuda`.
+        """
+        self._log_dir = log_dir
+        self._node = node
+        self._device = device
+        self._servers: dict[tuple[str, ...], ForkServer] = {}
+
+    def start(
+        self,
+        name: str,
+        factory: WorkerFactory | Packed,
+        envs: Mapping[int, Mapping[str, str]],
+        *,
+        start_timeout_s: float,
+        preload: Sequence[str],
+    ) -> ProcessGroup:
+        """Start workers; they are still starting when this returns (`ProcessGroup.ready` waits).
+
+        Args:
+            envs: the workers' numbers in their group, each with its variables.
+            preload: modules that the factory's worker needs and that take long to import; none asks for no fork.
+        """
+        numbers = list(envs)
+        return ProcessGroup(
+            name,
+            factory,
+            len(numbers),
+            {},
+            self._log_dir,
+            start_timeout_s=start_timeout_s,
+            numbers=numbers,
+            member_env=envs.__getitem__,
+            wait=False,
+            fork_server=self._server(tuple(preload), envs[numbers[0]]) if numbers else None,
+        )
+
+    def close(self) -> None:
+        """End the servers; the groups are closed before them."""
+        servers, self._servers = self._servers, {}
+        for server in servers.values():
+            server.close()
+
+    def _server(self, preload: tuple[str, ...], env: Mapping[str, str]) -> ForkServer | None:
+        if not preload or self._device != "cpu":
+            return None
+        if preload not in self._servers:
+            log = self._log_dir / f"imports-{self._node}-{len(self._servers)}.log"
+            self._servers[preload] = ForkServer(child_environment(env), preload, log)
+        return self._servers[preload]
