@@ -120,10 +120,9 @@ def load_inputs(config: Config) -> Inputs:
 
 def trainer_group(config: Config, launcher: Launcher, roles: list[str]) -> WorkerGroup:
     """FSDP ranks with the roles that this run needs."""
-    from workers.trainer_worker import PRELOAD, TrainerWorker
+    from workers.trainer_worker import TrainerWorker
 
-    factory = functools.partial(TrainerWorker, config, roles)
-    return launcher.trainer_group(factory, config.launcher.num_ranks, preload=PRELOAD)
+    return launcher.trainer_group(functools.partial(TrainerWorker, config, roles), config.launcher.num_ranks)
 
 
 def rollout_engine(config: Config, context: int, device: str) -> WorkerFactory:
@@ -156,7 +155,6 @@ def engine_groups(
 ) -> tuple[WorkerGroup, WorkerGroup | None]:
     """Rollout engines, and reward engines when a reward model is set."""
     from reward.model import RewardModelEngine
-    from workers.vllm_process import PRELOAD
 
     env = process_env(config.full_determinism, config.determinism.threads, device)
     rollout = launcher.engine_group(
@@ -167,7 +165,6 @@ def engine_groups(
         start_timeout_s=config.rollout.start_timeout_s,
         gpus=config.rollout.tensor_parallel_size,
         wait=False,
-        preload=PRELOAD,
     )
     reward = config.reward.model
     if reward.path is None:
@@ -176,7 +173,7 @@ def engine_groups(
     shared = _shared_settings(config, device)
     scoring = functools.partial(RewardModelEngine, reward.path, config=reward, max_model_len=context, **shared)
     return rollout, launcher.engine_group(
-        "reward", scoring, reward.replicas, env, start_timeout_s=reward.start_timeout_s, wait=False, preload=PRELOAD
+        "reward", scoring, reward.replicas, env, start_timeout_s=reward.start_timeout_s, wait=False
     )
 
 

@@ -152,7 +152,7 @@ def evaluate(config: Config, out: Path, checkpoint: Checkpoint | None = None) ->
         run=replace(config.run, dir=str(out), resume="never"),
         tracking=replace(config.tracking, progress=False),
     )
-    with session(config) as ready:
+    with session(config, training=False) as ready:
         actor = _saved_actor(checkpoint, ready.config) if checkpoint else None
         return _evaluate(ready, checkpoint, actor)
 

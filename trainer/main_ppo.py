@@ -57,8 +57,11 @@ class Session(NamedTuple):
 
 
 @contextmanager
-def session(config: Config) -> Iterator[Session]:
+def session(config: Config, training: bool = True) -> Iterator[Session]:
     """Pin the process, check config, inputs and machine, and make the launcher; everything ends with the block.
+
+    Args:
+        training: whether there will be trainer ranks.
 
     Raises:
         UserError: something is wrong; nothing was started.
@@ -73,12 +76,14 @@ def session(config: Config) -> Iterator[Session]:
     with without_collection():
         pin_process(config.full_determinism, config.determinism.threads)
 
+        from workers import trainer_worker, vllm_process
         from workers.launch import make_launcher
 
         config, run_directory, inputs, functions = _checked(config)
     with ExitStack() as stack:
         launcher = make_launcher(config, run_directory.path)
         stack.callback(launcher.close)
+        launcher.prepare(engines=vllm_process.PRELOAD, ranks=trainer_worker.PRELOAD if training else ())
         launcher.on_main(functions.result)
         yield Session(config, launcher, run_directory, inputs, stack)
 

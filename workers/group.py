@@ -51,8 +51,15 @@ class Launcher(Protocol):
     is_main: bool
     """True in the one process that writes files and talks to the tracker."""
 
-    def trainer_group(self, factory: WorkerFactory, num_ranks: int, *, preload: Sequence[str] = ()) -> WorkerGroup:
-        """FSDP ranks: torch.distributed is initialised with `num_ranks` before `factory` is called. `preload` as in `engine_group`."""
+    def prepare(self, *, engines: Sequence[str] = (), ranks: Sequence[str] = ()) -> None:
+        """Name modules that engines and ranks need and that take long to import, before the groups are made; returns at once.
+
+        Where forks are possible, one process a node begins to import them for all engines, and another for all ranks.
+        """
+        ...
+
+    def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
+        """FSDP ranks: torch.distributed is initialised with `num_ranks` before `factory` is called."""
         ...
 
     def engine_group(
@@ -65,14 +72,12 @@ class Launcher(Protocol):
         start_timeout_s: float = 300.0,
         gpus: int = 1,
         wait: bool = True,
-        preload: Sequence[str] = (),
     ) -> WorkerGroup:
         """Engines: `replicas` processes of their own, `env` in place before their interpreter starts, logs in `logs/{name}-{i}.log`.
 
         With `wait=False` it returns while they start, so that several groups start side by side; the first call waits, and raises
         what went wrong at the start. `env` is laid over the process environment that the launcher gives every process. `gpus`: GPUs that one replica sees
-        (its tensor-parallel size); no meaning on CPU. `preload`: modules that the workers need and that take long to import;
-        where forks are possible, one process a node imports them for all that name the same.
+        (its tensor-parallel size); no meaning on CPU.
         """
         ...
 

@@ -29,6 +29,10 @@ class NodeProcesses:
         self._device = device
         self._servers: dict[tuple[str, ...], ForkServer] = {}
 
+    def prepare(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
+        """Begin to import what workers with these variables will need."""
+        self._server(tuple(preload), env)
+
     def start(
         self,
         name: str,

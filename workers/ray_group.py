@@ -44,6 +44,12 @@ class NodeHost:
 
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
+    def prepare(self, preloads: Sequence[Sequence[str]], env: Mapping[str, str]) -> None:
+        """`NodeProcesses.prepare` for each."""
+        with self._lock:
+            for preload in preloads:
+                self._processes.prepare(preload, env)
+
     def start(
         self,
         key: int,

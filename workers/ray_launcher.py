@@ -82,7 +82,11 @@ class RayLauncher:
         self._run_dir = run_dir
         self._needs = needs
         self._device = device
-        self._process_env = dict(process_env or {})
+        # What can be imported here can be there; on another node, where it lies in the same place.
+        basic = {"OMP_NUM_THREADS": str(needs.threads), "PYTHONPATH": import_path()}
+        self._env = {**basic, **(process_env or {})}
+        self._engine_modules: Sequence[str] = ()
+        self._rank_modules: Sequence[str] = ()
         self._timeout_s = timeout_s
         self._groups: list[RayGroup] = []
         self._hosts: dict[str, Any] = {}  # by node
@@ -100,7 +104,13 @@ class RayLauncher:
             self._exit_stack.close()
             raise
 
-    def trainer_group(self, factory: WorkerFactory, num_ranks: int, *, preload: Sequence[str] = ()) -> WorkerGroup:
+    def prepare(self, *, engines: Sequence[str] = (), ranks: Sequence[str] = ()) -> None:
+        """See `Launcher.prepare`."""
+        self._engine_modules, self._rank_modules = engines, ranks
+        for host in self._hosts.values():
+            host.prepare.remote([engines, ranks], self._env)
+
+    def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
         """See `Launcher.trainer_group`; the ranks meet at this process."""
         import ray
 
@@ -113,7 +123,7 @@ class RayLauncher:
         ranks = [rank_variables(rank, num_ranks, 0, host, self._store.port) for rank in range(num_ranks)]
         places = [[slot] for slot in self._slots[:num_ranks]]
         joining = functools.partial(rank_worker, factory, self._device, self._timeout_s)
-        return self._start("trainer", joining, places, ranks, self._timeout_s, preload, wait=True)
+        return self._start("trainer", joining, places, ranks, self._timeout_s, self._rank_modules, wait=True)
 
     def engine_group(
         self,
@@ -125,7 +135,6 @@ class RayLauncher:
         start_timeout_s: float = 300.0,
         gpus: int = 1,
         wait: bool = True,
-        preload: Sequence[str] = (),
     ) -> WorkerGroup:
         """See `Launcher.engine_group`."""
         gpus = gpus if self._device == "cuda" else 1
@@ -134,7 +143,7 @@ class RayLauncher:
         for i, slots in enumerate(places):
             if len({slot.node for slot in slots}) > 1:
                 raise ResourceError(f"{name}-{i} needs {gpus} GPUs of one node, but its slots are on several")
-        return self._start(name, factory, places, [env] * replicas, start_timeout_s, preload, wait)
+        return self._start(name, factory, places, [env] * replicas, start_timeout_s, self._engine_modules, wait)
 
     def on_main(self, function: Callable[[], T]) -> T:
         """See `Launcher.on_main`; the driver is the main process."""
@@ -169,9 +178,7 @@ class RayLauncher:
         shares = [Share(self._hosts[node], own) for node, own in numbers.items()]
         group = RayGroup(len(self._groups), name, len(places), shares)
         self._groups.append(group)
-        # What can be imported here can be there; on another node, where it lies in the same place.
-        basic = {"OMP_NUM_THREADS": str(self._needs.threads), "PYTHONPATH": import_path(), **self._process_env}
-        full = [{**basic, **env, **self._visible(slots)} for env, slots in zip(envs, places, strict=True)]
+        full = [{**self._env, **env, **self._visible(slots)} for env, slots in zip(envs, places, strict=True)]
         group.start(factory, full, start_timeout_s, preload, wait)
         return group
 

@@ -58,6 +58,7 @@ class TorchrunLauncher:
         self._device = device
         self._process_env = dict(process_env or {})
         self._timeout_s = timeout_s
+        self._preload: Sequence[str] = ()
         self._groups: list[WorkerGroup] = []
         try:
             self._join_ranks()
@@ -65,8 +66,14 @@ class TorchrunLauncher:
             self._exit_stack.close()
             raise
 
-    def trainer_group(self, factory: WorkerFactory, num_ranks: int, *, preload: Sequence[str] = ()) -> WorkerGroup:
-        """See `Launcher.trainer_group`; the worker is built here, on every rank, and imports here what it needs.
+    def prepare(self, *, engines: Sequence[str] = (), ranks: Sequence[str] = ()) -> None:
+        """See `Launcher.prepare`. The ranks are this process and its like: they import for themselves."""
+        self._preload = engines
+        if self.rank in self._leaders:
+            self._engines.prepare(engines, self._process_env)
+
+    def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
+        """See `Launcher.trainer_group`; the worker is built here, on every rank.
 
         Raises:
             ValueError: `num_ranks` is not the number of ranks that were started.
@@ -85,13 +92,12 @@ class TorchrunLauncher:
         start_timeout_s: float = 300.0,
         gpus: int = 1,
         wait: bool = True,
-        preload: Sequence[str] = (),
     ) -> WorkerGroup:
         """See `Launcher.engine_group`; the replicas are dealt to the nodes, and are children of a node's first rank."""
 
         def start(numbers: Sequence[int]) -> ProcessGroup:
             envs = {number: {**self._process_env, **env, **self._visible(number, gpus)} for number in numbers}
-            group = self._engines.start(name, factory, envs, start_timeout_s=start_timeout_s, preload=preload)
+            group = self._engines.start(name, factory, envs, start_timeout_s=start_timeout_s, preload=self._preload)
             if wait:
                 group.ready()
             return group

@@ -23,14 +23,15 @@ def agree(launcher: Launcher, ranks: int) -> dict[str, object]:
     import torch
 
     trainers = launcher.trainer_group(functools.partial(Toy, 100), ranks)
-    engines = launcher.engine_group("engine", Toy, 3, {"EXTRA": "yes"}, preload=["decimal"])
+    engines = launcher.engine_group("engine", Toy, 3, {"EXTRA": "yes"})
+    alike = launcher.engine_group("alike", Toy, 2, {})
     seen: dict[str, object] = {
         "sharded": trainers.run("add", list(range(ranks)), factor=10),
         "dotted": engines.run("part.double", [1, 2, 3]),
         "dealt": undeal(engines.run("echo", deal(list(range(9)), 3))),
         "collective": trainers.run("all_reduce", value=10.0),
         "hash": engines.run("text_hash"),
-        "forked": engines.run("imported", ["decimal"] * 3),
+        "forked": [*alike.run("imported", ["decimal"] * 2), *engines.run("imported", ["decimal"] * 3)],
         "environment": engines.run("variable", ["PYTHONHASHSEED", "EXTRA", "RANK"]),
         "weights": engines.run("load", weights=trainers.export("make_weights")),
         "main": launcher.on_main(lambda: "from the main process"),
@@ -71,7 +72,7 @@ def gather(launcher: Launcher, ranks: int) -> dict[str, object]:
 def stuck(launcher: Launcher, ranks: int) -> dict[str, object]:
     """Engines and a grandchild are up, the loop waits in a call; the last rank may be told to fail."""
     trainers = launcher.trainer_group(Toy, ranks)
-    engines = launcher.engine_group("engine", Toy, ranks, {}, preload=["decimal"])
+    engines = launcher.engine_group("engine", Toy, ranks, {})
     pids = [os.getpid(), *trainers.run("pid"), *engines.run("pid"), *engines.run("spawn_sleeper")]
     path = Path(sys.argv[3])
     if launcher.is_main:
@@ -94,6 +95,7 @@ def main() -> None:
     config.rollout.replicas = 3
     launcher = make_launcher(config, run_dir)
     try:
+        launcher.prepare(engines=["decimal"], ranks=["workers.distributed"])
         seen = globals()[scenario](launcher, ranks)
         (run_dir / f"seen-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(seen))
     finally:
