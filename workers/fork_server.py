@@ -2,7 +2,7 @@
 
 Importing vLLM is nearly all of an engine's start: 6 to 8 s of CPU time, against half a second for a fork and one or two for the
 model. The engines of a machine import the same modules, so one process imports them once (`python -m workers.fork_server`); another
-does it for the trainer's ranks.
+does it for the trainer's ranks. A server may itself be the fork of another and import the rest: engines need most of what ranks need.
 
     owner -- {number, log} and the socket to the worker --> server -- fork --> the worker's process (`child.py`)
     owner <-- {number, pid}, and when it has ended {number, code} -- server
@@ -39,6 +39,8 @@ from workers.calls import without_collection
 MESSAGE_LIMIT = 1 << 20
 """Bytes of one message; an environment is a few KiB."""
 POLL_S = 0.02
+CLOSE_S = 10.0
+"""Longest wait for a killed server to be gone."""
 LATE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that nothing reads before a worker is built: a fork gets its own."""
 _GONE = (BrokenPipeError, ConnectionResetError)
@@ -48,13 +50,16 @@ _GONE = (BrokenPipeError, ConnectionResetError)
 class ForkServer:
     """The server, seen by the process that owns it; it ends with its owner, and its forks end with it."""
 
-    def __init__(self, env: Mapping[str, str], modules: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, env: Mapping[str, str], modules: Sequence[str], log: Path, base: ForkServer | None = None
+    ) -> None:
         """Start the server; it imports while this process goes on.
 
         Args:
             env: the whole environment of the server and of its forks, but for what is `LATE`.
             modules: what to import, in order. One that fails is left to the worker that needs it.
             log: where its output goes until a fork has a log of its own.
+            base: a server to start it as a fork of, where forks are possible; ends it with itself.
         """
         self._env = _early(env)
         self._lock = threading.Lock()
@@ -63,7 +68,11 @@ class ForkServer:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="fork-server-starter")
+        self._process: subprocess.Popen[bytes] | ForkedProcess
         try:
+            if base is not None:
+                self._process = base.fork(self._env, log, theirs, modules)
+                return
             # The kernel ties a child to the thread that started it; this one lives as long as the server.
             start = self._starter.submit(
                 child.start_interpreter, "workers.fork_server", self._env, log, theirs.fileno(), *modules
@@ -73,24 +82,33 @@ class ForkServer:
             theirs.close()
 
     @property
-    def pid(self) -> int:
-        """Process id of the server."""
+    def pid(self) -> int | None:
+        """Process id of the server; None while its base has not started it."""
         return self._process.pid
 
-    def fork(self, env: Mapping[str, str], log: Path, sock: socket.socket) -> ForkedProcess:
+    def fork(
+        self, env: Mapping[str, str], log: Path, sock: socket.socket, modules: Sequence[str] = ()
+    ) -> ForkedProcess:
         """Ask for a worker's process; returns before it exists.
 
         Args:
             env: the whole environment of the process.
             log: where its output goes.
             sock: the worker's end of its channel; the caller may close its copy.
+            modules: what a server imports; given, the process becomes a server, and `sock` is its owner's.
         """
         with self._lock:
             forked = ForkedProcess(self, len(self._asked))
             self._asked[forked.number] = forked
             late = {name: env[name] for name in LATE if name in env}
             other = None if _early(env) == self._env else dict(env)
-            request = {"number": forked.number, "other_env": other, "late": late, "log": str(log)}
+            request = {
+                "number": forked.number,
+                "other_env": other,
+                "late": late,
+                "log": str(log),
+                "modules": list(modules),
+            }
             if not self._gone:
                 with contextlib.suppress(*_GONE):  # noticed by `receive`
                     socket.send_fds(self._sock, [json.dumps(request).encode()], [sock.fileno()])
@@ -122,7 +140,7 @@ class ForkServer:
     def close(self) -> None:
         """End the server and whatever it has forked."""
         self._process.kill()
-        self._process.wait()
+        self._process.wait(CLOSE_S)
         with self._lock:
             self._end_all()
         self._starter.shutdown(wait=False)
@@ -158,8 +176,8 @@ class ForkedProcess:
             self._server.receive()
         return self.returncode
 
-    def give_up(self) -> None:
-        """End it although it may not have begun."""
+    def kill(self) -> None:
+        """End it, although it may not have begun."""
         self._server.give_up(self)
 
     def wait(self, timeout: float) -> int:
@@ -188,11 +206,11 @@ class _Server:
         if not self._can_fork:
             print("an import has left threads behind, so workers get interpreters of their own", flush=True)
 
-    def serve(self) -> int | None:
+    def serve(self) -> tuple[int, list[str]] | None:
         """Fork when asked to, and report ends, until the owner is gone.
 
         Returns:
-            In a fork, and only there: the descriptor of its channel.
+            In a fork, and only there: the descriptor of its channel, and what a server has to have imported.
         """
         while True:
             for key, _ in self._selector.select():
@@ -209,10 +227,10 @@ class _Server:
                 if self._can_fork and request["other_env"] is None:
                     pid = self._fork(request["log"], request["late"])
                     if pid == 0:
-                        return fds[0]
+                        return fds[0], request["modules"]
                 else:
                     env = request["other_env"] or self._env | request["late"]
-                    pid = self._spawn(env, request["log"], fds[0])
+                    pid = self._spawn(env, request["log"], fds[0], request["modules"])
                 os.close(fds[0])
                 self._say(request["number"], pid=pid)
                 self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (request["number"], pid))
@@ -238,9 +256,10 @@ class _Server:
             os.close(done)
         return 0
 
-    def _spawn(self, env: dict[str, str], log: str, fd: int) -> int:
+    def _spawn(self, env: dict[str, str], log: str, fd: int, modules: Sequence[str]) -> int:
         """A fresh interpreter; its pid."""
-        process = child.start_interpreter("workers.child", env, Path(log), fd)
+        program = "workers.fork_server" if modules else "workers.child"
+        process = child.start_interpreter(program, env, Path(log), fd, *modules)
         process.returncode = 0  # it is waited for here, not by subprocess
         return process.pid
 
@@ -274,16 +293,26 @@ def _import(modules: Sequence[str]) -> None:
                 traceback.print_exc()
 
 
-def main() -> None:
-    """Entry of the process."""
-    parent, sock = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+def _run(parent: int, sock: socket.socket, env: dict[str, str], modules: Sequence[str]) -> None:
+    """Be a server, until `parent` or the owner is gone; in a fork, be what was asked for."""
     child.die_with_parent(parent)
     sock.set_inheritable(False)
-    me, env = os.getpid(), dict(os.environ)  # before an import adds to it
-    _import(sys.argv[3:])
-    channel = _Server(sock, env).serve()
-    if channel is not None:
+    _import(modules)
+    me = os.getpid()
+    forked = _Server(sock, env).serve()
+    if forked is None:
+        return
+    channel, more = forked
+    if more:
+        _run(me, socket.socket(fileno=channel), env, more)
+    else:
         child.host(me, channel)
+
+
+def main() -> None:
+    """Entry of the process."""
+    env = dict(os.environ)  # before an import adds to it
+    _run(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), env, sys.argv[3:])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from workers.transport import Packed
 
 
 class NodeProcesses:
-    """Starts groups of workers. The first that names modules to import starts a server that has imported them."""
+    """Starts groups of workers. The first that names modules to import starts a server that has imported them,
+    as a fork of one that has imported some of them (those that come first) if there is one."""
 
     def __init__(self, log_dir: Path, node: int, device: str) -> None:
         """Nothing is started yet.
@@ -65,7 +66,7 @@ class NodeProcesses:
     def close(self) -> None:
         """End the servers; the groups are closed before them."""
         servers, self._servers = self._servers, {}
-        for server in servers.values():
+        for server in reversed(servers.values()):
             server.close()
 
     def _server(self, preload: tuple[str, ...], env: Mapping[str, str]) -> ForkServer | None:
@@ -73,5 +74,7 @@ class NodeProcesses:
             return None
         if preload not in self._servers:
             log = self._log_dir / f"imports-{self._node}-{len(self._servers)}.log"
-            self._servers[preload] = ForkServer(child_environment(env), preload, log)
+            less = [modules for modules in self._servers if modules == preload[: len(modules)]]
+            base = self._servers[max(less, key=len)] if less else None
+            self._servers[preload] = ForkServer(child_environment(env), preload, log, base)
         return self._servers[preload]

@@ -293,7 +293,7 @@ class _Child:
         pid = self.process.pid
         if pid is None:
             assert isinstance(self.process, ForkedProcess), "only a fork may be still to come"
-            self.process.give_up()
+            self.process.kill()
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signum)

@@ -106,9 +106,10 @@ class RayLauncher:
 
     def prepare(self, *, engines: Sequence[str] = (), ranks: Sequence[str] = ()) -> None:
         """See `Launcher.prepare`."""
-        self._engine_modules, self._rank_modules = engines, ranks
+        # In this order the engines' server is a fork of the ranks', who need the less.
+        self._rank_modules, self._engine_modules = list(ranks), [*ranks, *engines]
         for host in self._hosts.values():
-            host.prepare.remote([engines, ranks], self._env)
+            host.prepare.remote([self._rank_modules, self._engine_modules], self._env)
 
     def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
         """See `Launcher.trainer_group`; the ranks meet at this process."""
