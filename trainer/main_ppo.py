@@ -77,13 +77,14 @@ def session(config: Config, training: bool = True) -> Iterator[Session]:
         pin_process(config.full_determinism, config.determinism.threads)
 
         from workers import trainer_worker, vllm_process
+        from workers.group import Modules
         from workers.launch import make_launcher
 
         config, run_directory, inputs, functions = _checked(config)
     with ExitStack() as stack:
-        launcher = make_launcher(config, run_directory.path)
+        modules = Modules(ranks=trainer_worker.PRELOAD if training else (), engines=vllm_process.PRELOAD)
+        launcher = make_launcher(config, run_directory.path, modules)
         stack.callback(launcher.close)
-        launcher.prepare(engines=vllm_process.PRELOAD, ranks=trainer_worker.PRELOAD if training else ())
         launcher.on_main(functions.result)
         yield Session(config, launcher, run_directory, inputs, stack)
 

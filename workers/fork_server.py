@@ -48,7 +48,11 @@ _GONE = (BrokenPipeError, ConnectionResetError)
 
 
 class ForkServer:
-    """The server, seen by the process that owns it; it ends with its owner, and its forks end with it."""
+    """The server, seen by the process that owns it. It ends with the process that started it, and when its owner is gone; its forks
+    end with it."""
+
+    _starter: ThreadPoolExecutor | None = None
+    _process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     def __init__(
         self, env: Mapping[str, str], modules: Sequence[str], log: Path, base: ForkServer | None = None
@@ -61,14 +65,10 @@ class ForkServer:
             log: where its output goes until a fork has a log of its own.
             base: a server to start it as a fork of, where forks are possible; ends it with itself.
         """
-        self._env = _early(env)
-        self._lock = threading.Lock()
-        self._asked: dict[int, ForkedProcess] = {}
-        self._gone = False
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._own(ours, env, 0)
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="fork-server-starter")
-        self._process: subprocess.Popen[bytes] | ForkedProcess
         try:
             if base is not None:
                 self._process = base.fork(self._env, log, theirs, modules)
@@ -81,10 +81,31 @@ class ForkServer:
         finally:
             theirs.close()
 
+    @classmethod
+    def adopted(cls, sock: socket.socket, env: Mapping[str, str], first: int) -> ForkServer:
+        """A server that another process of this machine has started and handed over (`detach`)."""
+        server = cls.__new__(cls)
+        server._own(sock, env, first)
+        return server
+
+    def _own(self, sock: socket.socket, env: Mapping[str, str], first: int) -> None:
+        self._sock = sock
+        self._env = _early(env)
+        self._next = first
+        self._lock = threading.Lock()
+        self._asked: dict[int, ForkedProcess] = {}
+        self._gone = False
+
     @property
     def pid(self) -> int | None:
-        """Process id of the server; None while its base has not started it."""
-        return self._process.pid
+        """Process id of the server; None while its base has not started it, and where it was not started."""
+        return self._process.pid if self._process else None
+
+    def detach(self) -> tuple[socket.socket, dict[str, str], int]:
+        """What `adopted` takes. From here on this object can only `close`."""
+        with self._lock:
+            self._gone = True
+            return self._sock, self._env, self._next
 
     def fork(
         self, env: Mapping[str, str], log: Path, sock: socket.socket, modules: Sequence[str] = ()
@@ -98,7 +119,8 @@ class ForkServer:
             modules: what a server imports; given, the process becomes a server, and `sock` is its owner's.
         """
         with self._lock:
-            forked = ForkedProcess(self, len(self._asked))
+            forked = ForkedProcess(self, self._next)
+            self._next += 1
             self._asked[forked.number] = forked
             late = {name: env[name] for name in LATE if name in env}
             other = None if _early(env) == self._env else dict(env)
@@ -133,17 +155,21 @@ class ForkServer:
                     self._end_all()
                     return
                 said = json.loads(message)
-                forked = self._asked[said["number"]]
+                forked = self._asked.get(said["number"])
+                if forked is None:  # a server, started by who owned this one before
+                    continue
                 forked.known_pid = said.get("pid", forked.known_pid)
                 forked.returncode = said.get("code", forked.returncode)
 
     def close(self) -> None:
-        """End the server and whatever it has forked."""
-        self._process.kill()
-        self._process.wait(CLOSE_S)
+        """End the server and whatever it has forked; one that was not started here ends a moment later."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(CLOSE_S)
         with self._lock:
             self._end_all()
-        self._starter.shutdown(wait=False)
+        if self._starter is not None:
+            self._starter.shutdown(wait=False)
 
     def _end_all(self) -> None:
         """The server is gone; the kernel has killed its forks."""
@@ -301,7 +327,7 @@ def _run(parent: int, sock: socket.socket, env: dict[str, str], modules: Sequenc
     me = os.getpid()
     forked = _Server(sock, env).serve()
     if forked is None:
-        return
+        os._exit(0)  # there is nothing to undo, and libraries that are taken apart complain
     channel, more = forked
     if more:
         _run(me, socket.socket(fileno=channel), env, more)

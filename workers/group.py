@@ -8,6 +8,7 @@ sees the same list in rank order. Under Ray one driver calls remote actors. Engi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -45,18 +46,21 @@ class WorkerGroup(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Modules:
+    """What takes long to import. Where forks are possible, a process of each node begins to import it when the launcher is made."""
+
+    ranks: Sequence[str] = ()
+    """For every trainer rank."""
+    engines: Sequence[str] = ()
+    """For every engine."""
+
+
 class Launcher(Protocol):
     """Creates groups and hides where the loop runs."""
 
     is_main: bool
     """True in the one process that writes files and talks to the tracker."""
-
-    def prepare(self, *, engines: Sequence[str] = (), ranks: Sequence[str] = ()) -> None:
-        """Name modules that engines and ranks need and that take long to import, before the groups are made; returns at once.
-
-        Where forks are possible, one process a node begins to import them for all engines, and another for all ranks.
-        """
-        ...
 
     def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
         """FSDP ranks: torch.distributed is initialised with `num_ranks` before `factory` is called."""

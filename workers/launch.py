@@ -21,7 +21,7 @@ from configs.problems import UserError
 from configs.schema import Config, LauncherConfig
 from determinism.environment import process_env
 from workers.child import die_with_parent
-from workers.group import Launcher
+from workers.group import Launcher, Modules
 from workers.resources import check_resources, resolve_device
 
 DEADLINE_S = 10.0
@@ -68,7 +68,7 @@ def choose_launcher(config: LauncherConfig, environment: Mapping[str, str] = os.
     return "torchrun"
 
 
-def make_launcher(config: Config, run_dir: Path) -> Launcher:
+def make_launcher(config: Config, run_dir: Path, modules: Modules = Modules()) -> Launcher:  # noqa: B008, it is frozen
     """The launcher for `config` in this environment; `close` ends all it started and gives the signals back.
 
     Raises:
@@ -96,6 +96,7 @@ def make_launcher(config: Config, run_dir: Path) -> Launcher:
             device=device,
             process_env=env,
             timeout_s=settings.timeout_s,
+            modules=modules,
             on_close=signals.start_of_end,
             exit_stack=undo,
         )
@@ -110,6 +111,7 @@ def make_launcher(config: Config, run_dir: Path) -> Launcher:
             device=device,
             process_env=env,
             timeout_s=settings.timeout_s,
+            modules=modules,
             on_close=signals.start_of_end,
             exit_stack=undo,
         )

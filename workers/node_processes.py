@@ -5,13 +5,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from workers.fork_server import ForkServer
+from workers.fork_server import MESSAGE_LIMIT, ForkServer
 from workers.group import WorkerFactory
 from workers.processes import ProcessGroup, child_environment
 from workers.transport import Packed
+
+MOST_SERVERS = 8
+"""Servers that can be handed over: one a list of modules, of which there are two."""
 
 
 class NodeProcesses:
@@ -29,6 +35,7 @@ class NodeProcesses:
         self._node = node
         self._device = device
         self._servers: dict[tuple[str, ...], ForkServer] = {}
+        self._inherited: Mapping[str, str] = dict(os.environ)
 
     def prepare(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
         """Begin to import what workers with these variables will need."""
@@ -61,7 +68,27 @@ class NodeProcesses:
             member_env=envs.__getitem__,
             wait=False,
             fork_server=self._server(tuple(preload), envs[numbers[0]]) if numbers else None,
+            inherited=self._inherited,
         )
+
+    def hand_over(self, sock: socket.socket) -> None:
+        """Give the servers to a process of this node at the other end of `sock`, and with them this process's environment.
+
+        They still end when this process ends or closes this object.
+        """
+        detached = {modules: server.detach() for modules, server in self._servers.items()}
+        servers = [[modules, env, asked] for modules, (_, env, asked) in detached.items()]
+        fds = [control.fileno() for control, _, _ in detached.values()]
+        socket.send_fds(sock, [json.dumps([dict(self._inherited), servers]).encode()], fds)
+        for control, _, _ in detached.values():
+            control.close()
+
+    def take_over(self, sock: socket.socket) -> None:
+        """Receive what `hand_over` gives."""
+        message, fds, _, _ = socket.recv_fds(sock, MESSAGE_LIMIT, MOST_SERVERS, socket.MSG_CMSG_CLOEXEC)
+        self._inherited, servers = json.loads(message)
+        for fd, (modules, env, asked) in zip(fds, servers, strict=True):
+            self._servers[tuple(modules)] = ForkServer.adopted(socket.socket(fileno=fd), env, asked)
 
     def close(self) -> None:
         """End the servers; the groups are closed before them."""
@@ -76,5 +103,5 @@ class NodeProcesses:
             log = self._log_dir / f"imports-{self._node}-{len(self._servers)}.log"
             less = [modules for modules in self._servers if modules == preload[: len(modules)]]
             base = self._servers[max(less, key=len)] if less else None
-            self._servers[preload] = ForkServer(child_environment(env), preload, log, base)
+            self._servers[preload] = ForkServer(child_environment(env, self._inherited), preload, log, base)
         return self._servers[preload]

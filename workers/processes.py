@@ -40,18 +40,18 @@ _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NU
 _LAUNCH_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ACCELERATE_", "FSDP_")
 
 
-def child_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child: this process's, without what torchrun and accelerate put into it for the rank, plus `env`.
+def child_environment(env: Mapping[str, str], inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a child: this process's (or `inherited`), without what torchrun and accelerate put into it for the rank, plus `env`.
 
     A child is no rank: an engine that saw RANK would try to join the trainers' process group. PYTHONPATH carries this
     process's import path, so that a factory found here is found there.
     """
-    inherited = {
+    kept = {
         key: value
-        for key, value in os.environ.items()
+        for key, value in (os.environ if inherited is None else inherited).items()
         if key not in _LAUNCH_VARIABLES and not key.startswith(_LAUNCH_PREFIXES)
     }
-    return inherited | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": import_path()} | dict(env)
+    return kept | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": import_path()} | dict(env)
 
 
 def import_path() -> str:
@@ -76,6 +76,7 @@ class ProcessGroup:
         member_env: Callable[[int], Mapping[str, str]] | None = None,
         wait: bool = True,
         fork_server: ForkServer | None = None,
+        inherited: Mapping[str, str] | None = None,
     ) -> None:
         """Start all children at once and wait until each has built its worker (or, with `wait=False`, let the first call wait).
 
@@ -84,6 +85,7 @@ class ProcessGroup:
             member_env: variables of one replica, by its number (a device of its own).
             start_timeout_s: one limit for all children together.
             fork_server: who starts the children, by forks where it can; null starts an interpreter for each. Outlives the group.
+            inherited: the environment that `env` is laid over; null takes this process's.
 
         Raises:
             WorkerError: a factory raised, a child died, or the time was up; nothing is left running.
@@ -107,7 +109,7 @@ class ProcessGroup:
                 Blob(factory),
             ]  # what can't be pickled raises before anything is started
             for number in numbers if numbers is not None else range(replicas):
-                full_env = child_environment({**env, **(member_env(number) if member_env else {})})
+                full_env = child_environment({**env, **(member_env(number) if member_env else {})}, inherited)
                 log = log_dir / f"{name}-{number}.log"
                 child = self._starter.submit(_Child, f"{name}-{number}", full_env, log, fork_server).result()
                 self._children.append(child)

@@ -9,6 +9,7 @@ engines do under torchrun, and a value for all of them leaves the object store o
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,12 @@ class NodeHost:
         with self._lock:
             for preload in preloads:
                 self._processes.prepare(preload, env)
+
+    def take_over(self, address: str) -> None:
+        """`NodeProcesses.take_over` from the driver, which listens at `address` on this node."""
+        with self._lock, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.connect(address)
+            self._processes.take_over(sock)
 
     def start(
         self,

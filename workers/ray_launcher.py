@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from workers.group import WorkerFactory, WorkerGroup
+from workers.group import Modules, WorkerFactory, WorkerGroup
+from workers.node_processes import NodeProcesses
 from workers.processes import end_processes, import_path
 from workers.ray_group import CONCURRENT_CALLS, NodeHost, RayGroup, Share
 from workers.resources import Needs, ResourceError
@@ -59,6 +61,7 @@ class RayLauncher:
         device: str = "cpu",
         process_env: Mapping[str, str] | None = None,
         timeout_s: float = 600.0,
+        modules: Modules = Modules(),  # noqa: B008, it is frozen
         on_close: Callable[[], None] | None = None,
         exit_stack: contextlib.ExitStack | None = None,
     ) -> None:
@@ -79,37 +82,35 @@ class RayLauncher:
         """
         self._on_close = on_close
         self._exit_stack = exit_stack or contextlib.ExitStack()
-        self._run_dir = run_dir
+        self._logs = run_dir.absolute() / "logs"
         self._needs = needs
         self._device = device
         # What can be imported here can be there; on another node, where it lies in the same place.
         basic = {"OMP_NUM_THREADS": str(needs.threads), "PYTHONPATH": import_path()}
         self._env = {**basic, **(process_env or {})}
-        self._engine_modules: Sequence[str] = ()
-        self._rank_modules: Sequence[str] = ()
+        # In this order the engines' server is a fork of the ranks', who need the less.
+        self._rank_modules, self._engine_modules = list(modules.ranks), [*modules.ranks, *modules.engines]
         self._timeout_s = timeout_s
         self._groups: list[RayGroup] = []
         self._hosts: dict[str, Any] = {}  # by node
         self._places: list[Any] = []  # references to the hosts' answers where they are
         self._store: Any = None
         try:
+            if address is not None:
+                _knock(address)
+            # Ray takes seconds to start; meanwhile what the workers of this node need is imported.
+            here = NodeProcesses(self._logs, 0, device)
+            self._exit_stack.callback(here.close)
+            self._prepare(here)
             if _start_ray(address, num_cpus):
                 self._exit_stack.callback(_stop_ray)
             self._placement = _reserve(needs)
             self._exit_stack.callback(_release, self._placement)
             self._slots = _locate(self._placement, needs)
-            for slot in self._slots:
-                self._start_host(slot)
+            self._start_hosts(here)
         except BaseException:
             self._exit_stack.close()
             raise
-
-    def prepare(self, *, engines: Sequence[str] = (), ranks: Sequence[str] = ()) -> None:
-        """See `Launcher.prepare`."""
-        # In this order the engines' server is a fork of the ranks', who need the less.
-        self._rank_modules, self._engine_modules = list(ranks), [*ranks, *engines]
-        for host in self._hosts.values():
-            host.prepare.remote([self._rank_modules, self._engine_modules], self._env)
 
     def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
         """See `Launcher.trainer_group`; the ranks meet at this process."""
@@ -183,6 +184,10 @@ class RayLauncher:
         group.start(factory, full, start_timeout_s, preload, wait)
         return group
 
+    def _prepare(self, processes: NodeProcesses) -> None:
+        for modules in (self._rank_modules, self._engine_modules):
+            processes.prepare(modules, self._env)
+
     def _check_slots(self, name: str, count: int) -> None:
         if count > self._needs.slots:
             raise ResourceError(f"{name}: {count} slots needed, {self._needs.slots} reserved ({self._needs.reason})")
@@ -193,22 +198,52 @@ class RayLauncher:
             return {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(device for slot in slots for device in slot.gpus)}
 
-    def _start_host(self, slot: Slot) -> None:
-        """Start what hosts the workers of a slot's node, unless it runs already.
+    def _start_hosts(self, here: NodeProcesses) -> None:
+        """Start what hosts the workers of each node; the one of this node takes over what `here` has begun.
 
-        Without variables of its own, so that Ray can take a process that is there already instead of starting one (a second).
+        Without variables of their own, so that Ray can take a process that is there already instead of starting one (a second).
+
+        Raises:
+            ResourceError: Ray does not start a process on this node.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        if slot.node in self._hosts:
-            return
-        where = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=slot.bundle)
-        options = {"num_cpus": 0, "scheduling_strategy": where, "max_concurrency": CONCURRENT_CALLS}
-        logs = str(self._run_dir.absolute() / "logs")
-        host = ray.remote(NodeHost).options(**options).remote(logs, len(self._hosts), self._device)
-        self._hosts[slot.node] = host
-        self._places.append(host.whereabouts.remote())
+        own = ray.get_runtime_context().get_node_id()
+        nodes = list(dict.fromkeys(slot.node for slot in self._slots))
+        for number, node in enumerate(sorted(nodes, key=lambda node: node != own)):
+            bundle = next(slot.bundle for slot in self._slots if slot.node == node)
+            where = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
+            options = {"num_cpus": 0, "scheduling_strategy": where, "max_concurrency": CONCURRENT_CALLS}
+            host = ray.remote(NodeHost).options(**options).remote(str(self._logs), number, self._device)
+            self._hosts[node] = host
+            self._places.append(host.whereabouts.remote())
+            if node != own:
+                host.prepare.remote([self._rank_modules, self._engine_modules], self._env)
+        if own in self._hosts:
+            _hand_over(here, self._hosts[own])
+        else:
+            here.close()
+
+
+def _hand_over(here: NodeProcesses, host: Any) -> None:
+    import ray
+
+    with (
+        tempfile.TemporaryDirectory(prefix="exactrl-") as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+    ):
+        listener.bind(f"{folder}/servers")
+        listener.listen(1)
+        listener.settimeout(RESERVE_S)
+        taken = host.take_over.remote(f"{folder}/servers")
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise ResourceError(f"Ray did not start a process on this node within {RESERVE_S:g} s") from None
+        with connection:
+            here.hand_over(connection)
+        ray.get(taken)
 
 
 def _end_actors(actors: Sequence[Any], places: Sequence[Any]) -> None:
@@ -247,7 +282,6 @@ def _start_ray(address: str | None, num_cpus: int | None) -> bool:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "exactrl"}
     if address is not None:
-        _knock(address)
         try:
             ray.init(address=address, **quiet)
         except ConnectionError as error:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from workers.calls import Hosted, traceback_text
-from workers.group import WorkerError, WorkerFactory, WorkerGroup
+from workers.group import Modules, WorkerError, WorkerFactory, WorkerGroup
 from workers.node_processes import NodeProcesses
 from workers.processes import ProcessGroup
 
@@ -38,6 +38,7 @@ class TorchrunLauncher:
         device: str = "cpu",
         process_env: Mapping[str, str] | None = None,
         timeout_s: float = 600.0,
+        modules: Modules = Modules(),  # noqa: B008, it is frozen
         on_close: Callable[[], None] | None = None,
         exit_stack: contextlib.ExitStack | None = None,
     ) -> None:
@@ -46,6 +47,7 @@ class TorchrunLauncher:
         Args:
             process_env: variables that every engine gets.
             timeout_s: longest wait for the other ranks, in one collective or one gathering of results.
+            modules: only those of engines matter; the ranks are this process and its like, and import for themselves.
             on_close: what `close` does first.
             exit_stack: what `close` undoes last, also when this fails.
 
@@ -58,19 +60,13 @@ class TorchrunLauncher:
         self._device = device
         self._process_env = dict(process_env or {})
         self._timeout_s = timeout_s
-        self._preload: Sequence[str] = ()
+        self._preload = modules.engines
         self._groups: list[WorkerGroup] = []
         try:
             self._join_ranks()
         except BaseException:
             self._exit_stack.close()
             raise
-
-    def prepare(self, *, engines: Sequence[str] = (), ranks: Sequence[str] = ()) -> None:
-        """See `Launcher.prepare`. The ranks are this process and its like: they import for themselves."""
-        self._preload = engines
-        if self.rank in self._leaders:
-            self._engines.prepare(engines, self._process_env)
 
     def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
         """See `Launcher.trainer_group`; the worker is built here, on every rank.
@@ -158,6 +154,8 @@ class TorchrunLauncher:
         self._leaders = [rank for rank, local in enumerate(local_ranks) if local == 0]
         self._engines = NodeProcesses(self._run_dir / "logs", self.rank, self._device)
         self._exit_stack.callback(self._engines.close)
+        if self.rank in self._leaders:
+            self._engines.prepare(self._preload, self._process_env)
 
     def _keep(self, group: WorkerGroup) -> WorkerGroup:
         self._groups.append(group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -91,6 +92,15 @@ def test_a_forks_output_is_in_its_own_log(place, group):
     assert "printed" not in (place.path / "server.log").read_text()
 
 
+def test_a_forks_late_variables_are_its_own(place):
+    ranks = {f"{number}": {**place.env, "RANK": str(number), "MASTER_PORT": "7"} for number in range(2)}
+    group = place.start(member_env=lambda number: ranks[str(number)])
+    assert group.run("imported", [NOTED] * 2) == [True] * 2
+    assert group.run("variable", ["RANK", "RANK"]) == ["0", "1"]
+    assert group.run("variable", ["MASTER_PORT", "WORLD_SIZE"]) == ["7", None]
+    group.close()
+
+
 def test_another_environment_gets_an_interpreter_of_its_own(place):
     other = place.start(replicas=1, env={"PYTHONHASHSEED": "8"})
     expected = subprocess.run(
@@ -171,6 +181,77 @@ def test_forks_end_with_the_server_and_the_next_call_says_so(own_place):
     group.close()
     with pytest.raises(WorkerError, match="was killed by SIGKILL"):
         place.start(replicas=1)
+
+
+def test_a_server_that_is_a_fork_imports_the_rest_and_ends_with_its_base(own_place):
+    place = own_place([NOTED])
+    more = ForkServer(child_environment(place.env), [NOTED, "decimal"], place.path / "more.log", place.server)
+    group = ProcessGroup("more", Toy, 2, place.env, place.path, fork_server=more)
+    assert [*group.run("imported", [NOTED] * 2), *group.run("imported", ["decimal"] * 2)] == [True] * 4
+    assert place.notes.read_text().split() == [str(place.server.pid)]
+    assert len({more.pid, place.server.pid, *group.pids}) == 4
+    pids = [more.pid, *group.pids, *group.run("spawn_sleeper")]
+    os.kill(place.server.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+        group.run("sleep", [60.0, 60.0])
+    assert gone(pids)
+    group.close()
+    more.close()
+
+
+def test_a_server_without_a_base_that_can_fork_is_an_interpreter_of_its_own(own_place):
+    place = own_place(["tests.workers.threaded_import"])
+    more = ForkServer(child_environment(place.env), ["decimal"], place.path / "more.log", place.server)
+    group = ProcessGroup("more", Toy, 1, place.env, place.path, fork_server=more)
+    assert group.run("imported", ["decimal"]) == [True]
+    pids = [more.pid, *group.pids]
+    more.close()
+    assert gone(pids)
+    group.close()
+
+
+def handed_over(device: str, path: Path) -> tuple[NodeProcesses, NodeProcesses]:
+    """Servers in the hands of who started them, and of who took them over."""
+    before, after = NodeProcesses(path, 0, device), NodeProcesses(path, 0, device)
+    for preload in (["decimal"], ["decimal", "colorsys"]):
+        before.prepare(preload, ENV)
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        before.hand_over(here)
+        after.take_over(there)
+    return before, after
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_servers_that_were_handed_over_fork_for_their_new_owner_and_end_with_the_old(tmp_path, monkeypatch, device):
+    before, after = handed_over(device, tmp_path)
+    monkeypatch.setenv("OF_THE_NEW_OWNER", "yes")
+    groups = [
+        after.start(f"toy{len(preload)}", Toy, {0: ENV, 1: ENV}, start_timeout_s=60.0, preload=preload)
+        for preload in (["decimal"], ["decimal", "colorsys"])
+    ]
+    assert [group.run("imported", ["decimal", "colorsys"]) for group in groups] == (
+        [[True, False], [True, True]] if device == "cpu" else [[False, False]] * 2
+    )
+    assert groups[0].run("variable", ["OF_THE_NEW_OWNER", "PYTHONHASHSEED"]) == [None, "7"]
+    before.close()
+    if device == "cpu":
+        assert gone([pid for group in groups for pid in group.pids])
+    for group in groups:
+        group.close()
+    after.close()
+
+
+def test_servers_that_were_handed_over_end_when_their_new_owner_lets_them_go(tmp_path):
+    before, after = handed_over("cpu", tmp_path)
+    group = after.start("toy", Toy, {0: ENV}, start_timeout_s=60.0, preload=["decimal", "colorsys"])
+    (pid,) = group.run("pid")
+    servers = psutil.Process(pid).parents()[:2]
+    assert os.getpid() not in {server.pid for server in servers}
+    after.close()
+    assert gone([pid, *(server.pid for server in servers)])
+    group.close()
+    before.close()
 
 
 @pytest.mark.parametrize(

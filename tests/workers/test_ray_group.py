@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from tests.workers.toy import Broken, Slow, Stubborn, Toy
-from workers.group import WorkerError
+from workers.group import Modules, WorkerError
 from workers.ray_launcher import RayLauncher
 from workers.ray_values import RayHandle
 from workers.resources import Needs, ResourceError
 
 NEEDS = Needs(slots=2, threads=1, gpus_per_slot=0, reason="the tests' two ranks")
 ENV = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "3"}
+MODULES = Modules(ranks=["colorsys"], engines=["chunk"])
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def run_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def launcher(run_dir):
     before = {child.pid for child in psutil.Process().children(recursive=True)}  # other tests' engines live on
-    made = RayLauncher(run_dir, NEEDS, num_cpus=2, process_env=ENV, timeout_s=60.0)
+    made = RayLauncher(run_dir, NEEDS, num_cpus=2, process_env=ENV, timeout_s=60.0, modules=MODULES)
     yield made
     made.close()
     assert not [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
@@ -68,6 +69,15 @@ def test_variables_are_in_place_before_the_interpreter_starts(trainers, engines)
     assert engines.run("text_hash") + trainers.run("text_hash") == [int(expected.stdout)] * 4
     assert engines.run("variable", ["EXTRA", "OMP_NUM_THREADS"]) == ["yes", "3"]
     assert engines.run("variable", ["RANK", "WORLD_SIZE"]) == [None, None]
+
+
+def test_ranks_and_engines_are_forks_of_what_was_imported_while_ray_started(launcher, trainers, engines):
+    assert trainers.run("imported", ["colorsys", "chunk"]) == [True, False]
+    alike = launcher.engine_group("alike", Toy, 2, {})
+    assert alike.run("imported", ["colorsys", "chunk"]) == [True, True]
+    assert alike.run("imported", ["ray", "ray"]) == [False, False]
+    assert engines.run("imported", ["colorsys", "chunk"]) == [False, False]  # another environment: no fork
+    alike.close()
 
 
 def test_engines_share_the_slots_of_the_ranks_and_are_processes_of_their_own(trainers, engines):
@@ -140,8 +150,8 @@ def test_a_cluster_that_is_too_small_is_told_at_once(launcher, run_dir):
 )
 def test_an_address_without_a_cluster_is_told_at_once(run_dir, address, message):
     program = (
-        "import sys; from workers.ray_launcher import RayLauncher; from workers.resources import Needs; "
-        "RayLauncher(sys.argv[1], Needs(1, 1, 0, 'one'), address=sys.argv[2])"
+        "import sys; from pathlib import Path; from workers.ray_launcher import RayLauncher; from workers.resources import Needs; "
+        "RayLauncher(Path(sys.argv[1]), Needs(1, 1, 0, 'one'), address=sys.argv[2])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(run_dir), address], capture_output=True, text=True, timeout=60

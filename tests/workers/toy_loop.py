@@ -14,7 +14,7 @@ from pathlib import Path
 
 from configs.schema import Config
 from tests.workers.toy import Toy
-from workers.group import Launcher, deal, undeal
+from workers.group import Launcher, Modules, deal, undeal
 from workers.launch import make_launcher
 
 
@@ -93,9 +93,8 @@ def main() -> None:
     config.launcher.device = "cpu"
     config.launcher.timeout_s = 120.0
     config.rollout.replicas = 3
-    launcher = make_launcher(config, run_dir)
+    launcher = make_launcher(config, run_dir, Modules(ranks=["workers.distributed"], engines=["decimal"]))
     try:
-        launcher.prepare(engines=["decimal"], ranks=["workers.distributed"])
         seen = globals()[scenario](launcher, ranks)
         (run_dir / f"seen-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(seen))
     finally:
