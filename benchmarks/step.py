@@ -4,7 +4,8 @@
 
 Runs the tiny default (64 prompts x 4 samples) under full determinism in a process of its own. Then the requests of its last step are served by the
 rollout engines and by vLLM directly in one process, in turns (throughput.py). Every figure is a time or a ratio of times from this one
-run; nothing here is a test.
+run; nothing here is a test. Starts count from when a process was asked for until it could work: what all of them import was begun before, while
+Ray started.
 """
 
 from __future__ import annotations
@@ -74,18 +75,20 @@ class PeakMemory:
         return self.peak / 2**30
 
 
-def run_training(run: Path, steps: int, overrides: Sequence[str]) -> float:
-    """A run without validation, checkpoints and tracker; peak memory of all its processes in GiB."""
+def run_training(run: Path, steps: int, overrides: Sequence[str]) -> tuple[float, float]:
+    """A run without validation, checkpoints and tracker: peak memory of all its processes in GiB, and seconds until it was ready."""
     command = [
         *(sys.executable, "-m", "trainer.main_ppo", *overrides, "tracking=disabled", f"run.dir={run}"),
         *(f"trainer.total_steps={steps}", "trainer.validate_every=0", "trainer.validate_at_start=false"),
         *("trainer.checkpoint_every=0", "trainer.checkpoint_at_end=false"),
     ]
+    begin = time.time()
     process = subprocess.Popen(command)
     memory = PeakMemory(process.pid)
     if process.wait() != 0:
         raise SystemExit(f"the run failed with exit code {process.returncode}")
-    return memory.stop()
+    # The manifest is written when every rank and engine has answered.
+    return memory.stop(), (run / "manifest.json").stat().st_mtime - begin
 
 
 def start_alone(run: Path) -> float:
@@ -111,7 +114,7 @@ def sampled_tokens(run: Path, step: int) -> int:
     return sum(len(json.loads(line)["response_ids"]) for line in lines)
 
 
-def summarise(run: Path, steps: int, memory: float) -> dict[str, Any]:
+def summarise(run: Path, steps: int, memory: float, ready: float) -> dict[str, Any]:
     """Means over the steps after the first, which warms caches."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "timing_s/step" in row][1:]
@@ -120,8 +123,8 @@ def summarise(run: Path, steps: int, memory: float) -> dict[str, Any]:
     inside["reward inference, waited for"] = mean(row["timing_s/reward"] for row in rows)
     phases = sorted({key for row in rows for key in row if key.startswith("timing_s/") and "/busy/" not in key})
     manifest = json.loads((run / "manifest.json").read_text())
-    starts = {"all at once, " + name: times for name, times in manifest["informative"]["start_s"].items()}
-    starts["a rollout engine alone"] = [start_alone(run)]
+    starts = {f"{name}, all at once": times for name, times in manifest["informative"]["start_s"].items()}
+    starts["an engine alone, imports included"] = [start_alone(run)]
     throughput = compare(run, steps)
     in_step = sum(sampled_tokens(run, row["step"]) for row in rows) / sum(row["timing_s/gen"] for row in rows)
     return {
@@ -133,6 +136,7 @@ def summarise(run: Path, steps: int, memory: float) -> dict[str, Any]:
         "in_step_tokens_per_s": in_step,
         "in_step_share_of_direct": in_step / throughput["direct"]["tokens_per_s"],
         "engine_start_s": starts,
+        "ready_s": ready,
         "peak_memory_gib": memory,
     }
 
@@ -166,6 +170,7 @@ def show(result: dict[str, Any]) -> None:
             (f"start of {name}, s", ", ".join(f"{one:.1f}" for one in seconds), "at most 10")
             for name, seconds in result["engine_start_s"].items()
         ),
+        ("from the command until all are ready, s", f"{result['ready_s']:.1f}", ""),
         ("peak memory, GiB", f"{result['peak_memory_gib']:.2f}", "under 8"),
     ]
     print()
@@ -184,8 +189,8 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        memory = run_training(run, args.steps, ["experiment=tiny_ppo", "full_determinism=true", *args.overrides])
-        result = summarise(run, args.steps, memory)
+        memory, ready = run_training(run, args.steps, ["experiment=tiny_ppo", "full_determinism=true", *args.overrides])
+        result = summarise(run, args.steps, memory, ready)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     show(result)
