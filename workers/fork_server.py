@@ -1,8 +1,8 @@
 """A process that has imported what workers need, and starts each worker as a fork of itself.
 
-Importing vLLM is nearly all of an engine's start: 6 to 8 s of CPU time, against half a second for a fork and one or two for the
-model. The engines of a machine import the same modules, so one process imports them once (`python -m workers.fork_server`); another
-does it for the trainer's ranks. A server may itself be the fork of another and import the rest: engines need most of what ranks need.
+Importing vLLM is nearly all of an engine's start: 6 to 8 s of CPU time, against about one for a fork and its model. The engines of a
+machine import the same modules, so one process imports them once (`python -m workers.fork_server`). It may itself be the fork of
+another that has imported less: what trainer ranks need, which is half of it.
 
     owner -- {number, log} and the socket to the worker --> server -- fork --> the worker's process (`child.py`)
     owner <-- {number, pid}, and when it has ended {number, code} -- server

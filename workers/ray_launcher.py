@@ -9,41 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
-from workers.group import Modules, WorkerFactory, WorkerGroup
+from workers.group import Modules, WorkerError, WorkerFactory, WorkerGroup
 from workers.node_processes import NodeProcesses
 from workers.processes import end_processes, import_path
+from workers.ray_cluster import Slot, knock, locate, release, reserve, start_ray, stop_ray
 from workers.ray_group import CONCURRENT_CALLS, NodeHost, RayGroup, Share
 from workers.resources import Needs, ResourceError
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
-RESERVE_S = 60.0
-"""Longest wait for the slots; on a shared cluster others may hold them."""
-KNOCK_S = 10.0
-"""Longest wait for the head of a cluster to take a connection."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where a rank and its engines live."""
-
-    bundle: int
-    """Index in the placement group."""
-    node: str
-    """Ray's id of the node."""
-    gpus: tuple[str, ...]
-    """Device ids on that node."""
+HOST_START_S = 60.0
+"""Longest wait for Ray to start the process that hosts workers."""
 
 
 class RayLauncher:
@@ -79,6 +63,7 @@ class RayLauncher:
 
         Raises:
             ResourceError: there is no cluster at `address`, it has less than `needs`, or others hold it.
+            WorkerError: on this node the process that hosts workers can't be started.
         """
         self._on_close = on_close
         self._exit_stack = exit_stack or contextlib.ExitStack()
@@ -97,16 +82,18 @@ class RayLauncher:
         self._store: Any = None
         try:
             if address is not None:
-                _knock(address)
+                knock(address)
             # Ray takes seconds to start; meanwhile what the workers of this node need is imported.
             here = NodeProcesses(self._logs, 0, device)
             self._exit_stack.callback(here.close)
             self._prepare(here)
-            if _start_ray(address, num_cpus):
-                self._exit_stack.callback(_stop_ray)
-            self._placement = _reserve(needs)
-            self._exit_stack.callback(_release, self._placement)
-            self._slots = _locate(self._placement, needs)
+            connected = start_ray(address, num_cpus)
+            self._own_ray = connected and address is None
+            if connected:
+                self._exit_stack.callback(stop_ray)
+            self._placement = reserve(needs)
+            self._exit_stack.callback(release, self._placement)
+            self._slots = locate(self._placement, needs)
             self._start_hosts(here)
         except BaseException:
             self._exit_stack.close()
@@ -201,10 +188,12 @@ class RayLauncher:
     def _start_hosts(self, here: NodeProcesses) -> None:
         """Start what hosts the workers of each node; the one of this node takes over what `here` has begun.
 
-        Without variables of their own, so that Ray can take a process that is there already instead of starting one (a second).
+        On a Ray started here they have its variables, which are this process's. So they need none of their own, and Ray can take a
+        process that is there already instead of starting one (a second).
 
         Raises:
-            ResourceError: Ray does not start a process on this node.
+            ResourceError: Ray does not start a process on this node in time.
+            WorkerError: what it starts fails.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -214,7 +203,9 @@ class RayLauncher:
         for number, node in enumerate(sorted(nodes, key=lambda node: node != own)):
             bundle = next(slot.bundle for slot in self._slots if slot.node == node)
             where = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
-            options = {"num_cpus": 0, "scheduling_strategy": where, "max_concurrency": CONCURRENT_CALLS}
+            options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": where, "max_concurrency": CONCURRENT_CALLS}
+            if not self._own_ray:
+                options["runtime_env"] = {"env_vars": self._env}
             host = ray.remote(NodeHost).options(**options).remote(str(self._logs), number, self._device)
             self._hosts[node] = host
             self._places.append(host.whereabouts.remote())
@@ -227,6 +218,7 @@ class RayLauncher:
 
 
 def _hand_over(here: NodeProcesses, host: Any) -> None:
+    """Let the host of this node take over what was begun here."""
     import ray
 
     with (
@@ -235,15 +227,23 @@ def _hand_over(here: NodeProcesses, host: Any) -> None:
     ):
         listener.bind(f"{folder}/servers")
         listener.listen(1)
-        listener.settimeout(RESERVE_S)
+        listener.settimeout(1.0)
         taken = host.take_over.remote(f"{folder}/servers")
+        deadline = time.monotonic() + HOST_START_S
         try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            raise ResourceError(f"Ray did not start a process on this node within {RESERVE_S:g} s") from None
-        with connection:
-            here.hand_over(connection)
-        ray.get(taken)
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    connection, _ = listener.accept()
+                    break
+                if ray.wait([taken], timeout=0)[0]:
+                    ray.get(taken)  # raises: it can't have worked
+                if time.monotonic() > deadline:
+                    raise ResourceError(f"Ray did not start a process on this node within {HOST_START_S:g} s")
+            with connection:
+                here.hand_over(connection)
+            ray.get(taken)
+        except ray.exceptions.RayError as error:
+            raise WorkerError(f"the process that hosts the workers of this node did not start\n{error}") from None
 
 
 def _end_actors(actors: Sequence[Any], places: Sequence[Any]) -> None:
@@ -267,139 +267,3 @@ def _end_actors(actors: Sequence[Any], places: Sequence[Any]) -> None:
     for actor in actors:
         ray.kill(actor, no_restart=True)
     end_processes(mine)
-
-
-def _start_ray(address: str | None, num_cpus: int | None) -> bool:
-    """Connect; True when it was done here and is to be undone here."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray's answer to actors without GPUs: leave CUDA_VISIBLE_DEVICES alone (and don't warn about it).
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    import ray
-
-    if ray.is_initialized():
-        return False
-    # Says at each start that a token guards the local cluster, which is as it should be.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "exactrl"}
-    if address is not None:
-        try:
-            ray.init(address=address, **quiet)
-        except ConnectionError as error:
-            # Ray itself offers its token to an address only when told to, and calls a refusal a failed connection.
-            way_out = "" if "RAY_AUTH_MODE" in os.environ else "; if it asks for a token, set RAY_AUTH_MODE=token"
-            raise ResourceError(
-                f"launcher.ray_address={address}: no Ray cluster answers there ({error}){way_out}"
-            ) from error
-    else:
-        # "local": a cluster that RAY_ADDRESS names is joined only when launcher.ray_address says so.
-        _start_local({"address": "local", "num_cpus": num_cpus, "include_dashboard": False, **quiet})
-    return True
-
-
-def _knock(address: str) -> None:
-    """Whether anything listens at `host:port`: Ray itself would try for more than three minutes.
-
-    Raises:
-        ResourceError: nothing does, or the address is of a kind that is not served.
-    """
-    if address.startswith("ray://"):
-        raise ResourceError(
-            f"launcher.ray_address={address}: Ray's client is not supported; start the run on a node of the cluster and give "
-            "`auto`, or the head's host:port"
-        )
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        return  # `auto`, or whatever else Ray knows
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
-    except OSError as error:
-        raise ResourceError(f"launcher.ray_address={address}: no Ray cluster answers there ({error})") from error
-
-
-def _start_local(options: dict[str, Any]) -> None:
-    """`ray.init`, tried once more when Ray gave up on its own start.
-
-    Ray 2.60 allows its node process 30 s to report, a number nobody can set; a machine that is busy with something else needs longer.
-    """
-    import ray
-
-    me = psutil.Process()
-    before = set(me.children(recursive=True))
-    try:
-        ray.init(**options)
-    except Exception as error:
-        if "timed out during startup" not in str(error):
-            raise
-        log.warning("Ray was not up after 30 s (is this machine busy?); trying once more")
-        ray.shutdown()
-        end_processes([process for process in me.children(recursive=True) if process not in before], patience_s=0.0)
-        ray.init(**options)
-
-
-def _stop_ray() -> None:
-    import ray
-
-    ray.shutdown()
-
-
-def _reserve(needs: Needs) -> Any:
-    """A placement group of one bundle a slot.
-
-    Raises:
-        ResourceError: the cluster is too small, or the slots are not free in time.
-    """
-    import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
-
-    from workers.resources import check
-
-    total = ray.cluster_resources()
-    where = f"the Ray cluster of {len(ray.nodes())} node(s)"
-    check(
-        needs,
-        total.get("CPU", 0),
-        total.get("GPU", 0),
-        where,
-        "Add nodes, or set launcher.ray_num_cpus when Ray is started by the run.",
-    )
-    bundle: dict[str, float] = {"CPU": needs.threads}
-    if needs.gpus_per_slot:
-        bundle["GPU"] = needs.gpus_per_slot
-    group = placement_group([bundle] * needs.slots, strategy="PACK")
-    if not group.wait(RESERVE_S):
-        free = ray.available_resources()
-        remove_placement_group(group)
-        raise ResourceError(
-            f"{needs.cpus} CPUs and {needs.gpus} GPUs needed, {free.get('CPU', 0):g} and {free.get('GPU', 0):g} free on {where} "
-            f"after {RESERVE_S:g} s ({needs.reason}): others hold the rest"
-        )
-    return group
-
-
-def _release(group: Any) -> None:
-    import ray
-    from ray.util.placement_group import remove_placement_group
-
-    if ray.is_initialized():
-        remove_placement_group(group)
-
-
-def _locate(group: Any, needs: Needs) -> list[Slot]:
-    """Where each slot is; on CUDA a probe in each tells its device."""
-    import ray
-    from ray.util.placement_group import placement_group_table
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    if not needs.gpus_per_slot:
-        return [Slot(i, nodes[i], ()) for i in range(needs.slots)]
-
-    def probe() -> list[Any]:
-        return ray.get_gpu_ids()
-
-    task = ray.remote(probe)
-    refs = [
-        task.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote()
-        for i in range(needs.slots)
-    ]
-    return [Slot(i, nodes[i], tuple(map(str, gpus))) for i, gpus in enumerate(ray.get(refs))]
