@@ -68,11 +68,11 @@ class ForkServer:
         log.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._own(ours, env, 0)
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="fork-server-starter")
         try:
             if base is not None:
                 self._process = base.fork(self._env, log, theirs, modules)
                 return
+            self._starter = ThreadPoolExecutor(1, thread_name_prefix="fork-server-starter")
             # The kernel ties a child to the thread that started it; this one lives as long as the server.
             start = self._starter.submit(
                 child.start_interpreter, "workers.fork_server", self._env, log, theirs.fileno(), *modules

@@ -5,19 +5,21 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from workers.fork_server import MESSAGE_LIMIT, ForkServer
+from workers.fork_server import ForkServer
 from workers.group import WorkerFactory
 from workers.processes import ProcessGroup, child_environment
-from workers.transport import Packed
+from workers.transport import Blob, Channel, Packed, from_blob
 
 MOST_SERVERS = 8
 """Servers that can be handed over: one a list of modules, of which there are two."""
+_CONTROLS = b"c"
+"""Comes with the servers' sockets: descriptors travel only with bytes."""
 
 
 class NodeProcesses:
@@ -72,23 +74,24 @@ class NodeProcesses:
         )
 
     def hand_over(self, sock: socket.socket) -> None:
-        """Give the servers to a process of this node at the other end of `sock`, and with them this process's environment.
+        """Give the servers to a process of this node at the other end of the stream `sock`, and with them this process's environment.
 
         They still end when this process ends or closes this object.
         """
         detached = {modules: server.detach() for modules, server in self._servers.items()}
-        servers = [[modules, env, asked] for modules, (_, env, asked) in detached.items()]
-        fds = [control.fileno() for control, _, _ in detached.values()]
-        socket.send_fds(sock, [json.dumps([dict(self._inherited), servers]).encode()], fds)
+        servers = [(modules, env, asked) for modules, (_, env, asked) in detached.items()]
+        with contextlib.closing(Blob((self._inherited, servers))) as blob:
+            Channel(sock).send([blob])
+        socket.send_fds(sock, [_CONTROLS], [control.fileno() for control, _, _ in detached.values()])
         for control, _, _ in detached.values():
             control.close()
 
     def take_over(self, sock: socket.socket) -> None:
         """Receive what `hand_over` gives."""
-        message, fds, _, _ = socket.recv_fds(sock, MESSAGE_LIMIT, MOST_SERVERS, socket.MSG_CMSG_CLOEXEC)
-        self._inherited, servers = json.loads(message)
+        self._inherited, servers = from_blob(Channel(sock).receive()[0])
+        _, fds, _, _ = socket.recv_fds(sock, len(_CONTROLS), MOST_SERVERS, socket.MSG_CMSG_CLOEXEC)
         for fd, (modules, env, asked) in zip(fds, servers, strict=True):
-            self._servers[tuple(modules)] = ForkServer.adopted(socket.socket(fileno=fd), env, asked)
+            self._servers[modules] = ForkServer.adopted(socket.socket(fileno=fd), env, asked)
 
     def close(self) -> None:
         """End the servers; the groups are closed before them."""

@@ -53,7 +53,7 @@ class NodeHost:
 
     def take_over(self, address: str) -> None:
         """`NodeProcesses.take_over` from the driver, which listens at `address` on this node."""
-        with self._lock, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        with self._lock, socket.socket(socket.AF_UNIX) as sock:
             sock.connect(address)
             self._processes.take_over(sock)
 

@@ -223,7 +223,7 @@ def _hand_over(here: NodeProcesses, host: Any) -> None:
 
     with (
         tempfile.TemporaryDirectory(prefix="exactrl-") as folder,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        socket.socket(socket.AF_UNIX) as listener,
     ):
         listener.bind(f"{folder}/servers")
         listener.listen(1)

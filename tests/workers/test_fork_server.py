@@ -215,7 +215,7 @@ def handed_over(device: str, path: Path) -> tuple[NodeProcesses, NodeProcesses]:
     before, after = NodeProcesses(path, 0, device), NodeProcesses(path, 0, device)
     for preload in (["decimal"], ["decimal", "colorsys"]):
         before.prepare(preload, ENV)
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here, there = socket.socketpair()
     with here, there:
         before.hand_over(here)
         after.take_over(there)
