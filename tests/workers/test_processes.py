@@ -234,12 +234,13 @@ def test_close_ends_stubborn_children_and_their_children(tmp_path):
 
 
 PARENT = """
-    import sys, time
+    import signal, sys, time
     from pathlib import Path
     from tests.workers.toy import Toy
     from workers.processes import ProcessGroup
 
     if __name__ == "__main__":
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         group = ProcessGroup("toy", Toy, 2, {}, Path(sys.argv[1]))
         print(*group.pids, *group.run("spawn_sleeper"), flush=True)
         group.run("sleep", [100.0, 100.0])
