@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -90,14 +89,6 @@ def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
     blob = torch.frombuffer(mine, dtype=torch.uint8) if mine else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(blob, src=0, group=group)
     return value if mine else from_blob(memoryview(blob.numpy()))
-
-
-def node_address() -> str:
-    """This machine's address as other machines reach it; the loopback when its name does not resolve."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
 
 
 def rank_variables(rank: int, world_size: int, local_rank: int, host: str, port: int) -> dict[str, str]:

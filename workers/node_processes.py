@@ -39,9 +39,10 @@ class NodeProcesses:
         self._servers: dict[tuple[str, ...], ForkServer] = {}
         self._inherited: Mapping[str, str] = dict(os.environ)
 
-    def prepare(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
-        """Begin to import what workers with these variables will need."""
-        self._server(tuple(preload), env)
+    def prepare(self, preloads: Sequence[Sequence[str]], env: Mapping[str, str]) -> None:
+        """Begin to import what workers with these variables will need: a list of modules for each kind of worker."""
+        for preload in preloads:
+            self._server(tuple(preload), env)
 
     def start(
         self,

@@ -118,6 +118,7 @@ def _start_local(options: dict[str, Any]) -> None:
 
 
 def stop_ray() -> None:
+    """Disconnect; a Ray that was started here ends."""
     import ray
 
     ray.shutdown()
@@ -156,6 +157,7 @@ def reserve(needs: Needs) -> Any:
 
 
 def release(group: Any) -> None:
+    """Give back what `reserve` took."""
     import ray
     from ray.util.placement_group import remove_placement_group
 

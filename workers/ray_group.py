@@ -46,10 +46,9 @@ class NodeHost:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def prepare(self, preloads: Sequence[Sequence[str]], env: Mapping[str, str]) -> None:
-        """`NodeProcesses.prepare` for each."""
+        """See `NodeProcesses.prepare`."""
         with self._lock:
-            for preload in preloads:
-                self._processes.prepare(preload, env)
+            self._processes.prepare(preloads, env)
 
     def take_over(self, address: str) -> None:
         """`NodeProcesses.take_over` from the driver, which listens at `address` on this node."""

@@ -58,6 +58,7 @@ class RayLauncher:
             num_cpus: CPUs that a Ray started here counts; null takes the machine's.
             process_env: variables that every worker gets.
             timeout_s: longest wait for one collective of the trainer ranks.
+            modules: imported while Ray starts, on this node; on others once they are reached.
             on_close: what `close` does first.
             exit_stack: what `close` undoes last, also when this fails.
 
@@ -86,7 +87,7 @@ class RayLauncher:
             # Ray takes seconds to start; meanwhile what the workers of this node need is imported.
             here = NodeProcesses(self._logs, 0, device)
             self._exit_stack.callback(here.close)
-            self._prepare(here)
+            here.prepare([self._rank_modules, self._engine_modules], self._env)
             connected = start_ray(address, num_cpus)
             self._own_ray = connected and address is None
             if connected:
@@ -170,10 +171,6 @@ class RayLauncher:
         full = [{**self._env, **env, **self._visible(slots)} for env, slots in zip(envs, places, strict=True)]
         group.start(factory, full, start_timeout_s, preload, wait)
         return group
-
-    def _prepare(self, processes: NodeProcesses) -> None:
-        for modules in (self._rank_modules, self._engine_modules):
-            processes.prepare(modules, self._env)
 
     def _check_slots(self, name: str, count: int) -> None:
         if count > self._needs.slots:

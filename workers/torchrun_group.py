@@ -155,7 +155,7 @@ class TorchrunLauncher:
         self._engines = NodeProcesses(self._run_dir / "logs", self.rank, self._device)
         self._exit_stack.callback(self._engines.close)
         if self.rank in self._leaders:
-            self._engines.prepare(self._preload, self._process_env)
+            self._engines.prepare([self._preload], self._process_env)
 
     def _keep(self, group: WorkerGroup) -> WorkerGroup:
         self._groups.append(group)

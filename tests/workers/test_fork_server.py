@@ -213,8 +213,7 @@ def test_a_server_without_a_base_that_can_fork_is_an_interpreter_of_its_own(own_
 def handed_over(device: str, path: Path) -> tuple[NodeProcesses, NodeProcesses]:
     """Servers in the hands of who started them, and of who took them over."""
     before, after = NodeProcesses(path, 0, device), NodeProcesses(path, 0, device)
-    for preload in (["decimal"], ["decimal", "colorsys"]):
-        before.prepare(preload, ENV)
+    before.prepare([["decimal"], ["decimal", "colorsys"]], ENV)
     here, there = socket.socketpair()
     with here, there:
         before.hand_over(here)

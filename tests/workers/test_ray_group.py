@@ -13,8 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 import torch
 
+from tests.workers.test_processes import gone
 from tests.workers.toy import Broken, Slow, Stubborn, Toy
 from workers.group import Modules, WorkerError
 from workers.ray_launcher import RayLauncher
@@ -34,7 +36,7 @@ def run_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def launcher(run_dir):
     before = {child.pid for child in psutil.Process().children(recursive=True)}  # other tests' engines live on
-    made = RayLauncher(run_dir, NEEDS, num_cpus=2, process_env=ENV, timeout_s=60.0, modules=MODULES)
+    made = RayLauncher(run_dir, NEEDS, num_cpus=3, process_env=ENV, timeout_s=60.0, modules=MODULES)
     yield made
     made.close()
     assert not [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
@@ -138,7 +140,7 @@ def test_more_workers_than_slots_are_refused_at_once(launcher):
 
 def test_a_cluster_that_is_too_small_is_told_at_once(launcher, run_dir):
     needs = Needs(slots=64, threads=1, gpus_per_slot=0, reason="a test")
-    with pytest.raises(ResourceError, match="64 CPUs needed, 2 available on the Ray cluster"):
+    with pytest.raises(ResourceError, match="64 CPUs needed, 3 available on the Ray cluster"):
         RayLauncher(run_dir, needs)
     with pytest.raises(ResourceError, match="1 GPUs needed, 0 available"):
         RayLauncher(run_dir, Needs(1, 1, 1, "a test"))
@@ -181,6 +183,19 @@ def test_a_killed_worker_is_noticed_within_seconds_although_the_others_are_busy(
         group.run("sleep", [60.0, 60.0])
     assert time.monotonic() - began < 5.0
     group.close()
+
+
+def test_a_host_that_is_killed_is_named_and_its_workers_end(launcher, run_dir):
+    other = RayLauncher(run_dir / "other", Needs(1, 1, 0, "a test"), process_env=ENV, modules=MODULES)
+    group = other.engine_group("lost", Toy, 1, {})
+    pids = [*group.run("pid"), *group.run("spawn_sleeper")]
+    ((_, host),) = ray.get(other._places)
+    assert host not in pids
+    threading.Timer(0.5, os.kill, (host, signal.SIGKILL)).start()
+    with pytest.raises(WorkerError, match="the process that hosts lost died during sleep"):
+        group.run("sleep", [60.0])
+    assert gone(pids)
+    other.close()
 
 
 def test_close_ends_stubborn_workers_and_their_children(launcher):
