@@ -149,8 +149,10 @@ def test_shard_lanes_add_up_whatever_the_cut(dtype, rows, width, monkeypatch):
     flat = value.view(-1)
     pieces = [shard_digest(flat[a:b], a) for a, b in pairwise([0, 1, 2, 41, 90, len(flat)])]
     assert torch.equal(torch.stack(pieces).sum(0), whole)
-    monkeypatch.setattr(digest, "_AT_ONCE", 40)
-    assert torch.equal(shard_digest(value, 0), whole)
+    for products_of, run_of in ((40, 2048), (40, 40)):
+        monkeypatch.setattr(digest, "_AT_ONCE", products_of)
+        monkeypatch.setattr(digest, "_RUN", run_of)
+        assert torch.equal(shard_digest(value, 0), whole)
 
 
 def exact_lanes(value: torch.Tensor, offset: int) -> torch.Tensor:
