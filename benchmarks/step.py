@@ -96,7 +96,7 @@ def start_alone(run: Path) -> float:
     from configs.compose import from_yaml
     from determinism.environment import process_env
     from trainer.build import rollout_engine
-    from workers.processes import ProcessGroup
+    from workers.launch.processes import ProcessGroup
 
     config = from_yaml(run / "config.yaml")
     factory = rollout_engine(config, 64, "cpu")

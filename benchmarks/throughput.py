@@ -77,7 +77,7 @@ class Work:
     """What every side is given: the requests of a step of the run."""
 
     def __init__(self, config: Config, inputs: Inputs, prompts: Sequence[Prompt], step: int) -> None:
-        from rollout.engine import sampling_from_config
+        from rollout.sampling import sampling_from_config
 
         self.config, self.inputs, self.prompts, self.step = config, inputs, prompts, step
         self.sampling = sampling_from_config(config.rollout.sampling, inputs.eos_ids)
@@ -100,8 +100,8 @@ class RolloutEngines:
     def __init__(self, work: Work, replicas: int, logs: Path) -> None:
         from rollout.episodes import Rollout, seeds_are_derived
         from trainer.build import rollout_engine
-        from workers.pretrained import Checkpoint
-        from workers.processes import ProcessGroup
+        from workers.launch.processes import ProcessGroup
+        from workers.models.pretrained import Checkpoint
 
         config = work.config
         self.work = work

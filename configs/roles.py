@@ -78,11 +78,11 @@ def user_function(name: str) -> Any | None:
         return None
     # The one import from a folder that imports this one: only a user's function can say what it needs, and one loader
     # must serve every place, so that a file is one module. Inside the function, so that there is no cycle.
-    from trainer.registry import load_reference
+    from trainer.algorithms.registry import load_reference
 
     return load_reference(name)
 
 
 def _mark(name: str, mark: str) -> Any:
-    """What a user's estimator says about itself (the `needs` decorator of trainer/advantages.py)."""
+    """What a user's estimator says about itself (the `needs` decorator of trainer/algorithms/advantages.py)."""
     return getattr(user_function(name), mark, False)

@@ -173,7 +173,7 @@ class Ledger:
         self._phases, self._tensors, self._values, self._rows = {}, {}, {}, []
 
     def claim(self, phase: str, digest: str) -> None:
-        """Take note of a phase's digest. Every phase comes through here, so a subclass can check it (`trainer/replay.py`)."""
+        """Take note of a phase's digest. Every phase comes through here, so a subclass can check it (`trainer/tools/replay.py`)."""
         if phase in self._phases:
             raise LedgerError(f"ledger phase {phase!r} is recorded twice in one step; a phase has one digest a step")
         self._phases[phase] = digest

@@ -2,7 +2,7 @@
 
     Trial (the same requests, asked in another way) --first_difference--> Difference --> Finding --> Report
 
-Pure logic: who asks, and how, is in trainer/engine_check.py (at the start of a run) and trainer/doctor.py (`exactrl doctor`).
+Pure logic: who asks, and how, is in trainer/engine_check.py (at the start of a run) and trainer/tools/doctor.py (`exactrl doctor`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import torch
 
 from configs.schema import AdvantageConfig
-from trainer.advantages import AdvantageInputs, AdvantageOutputs, needs
+from trainer.algorithms.advantages import AdvantageInputs, AdvantageOutputs, needs
 
 
 @needs(groups=True)  # several samples a prompt; critic=True and greedy=True ask for values and for a greedy response

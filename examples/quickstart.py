@@ -68,7 +68,7 @@ def main() -> int:
     compare = [
         sys.executable,
         "-m",
-        "trainer.cli",
+        "trainer.tools.cli",
         "compare",
         *map(str, runs),
         "--png",

@@ -23,7 +23,7 @@ from reward.normalise import RunningNormaliser
 from reward.pool import CallFailure, FunctionPool, FunctionSample, SourceResults
 from reward.scoring import MODEL_SOURCE, ModelScoring, RewardError, Scoring, sample_name
 from rollout.types import Episode, Score
-from workers.group import Launcher, WorkerGroup
+from workers.launch.group import Launcher, WorkerGroup
 
 logger = logging.getLogger(__name__)
 

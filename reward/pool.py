@@ -7,7 +7,7 @@ it started, its other calls go to somebody else, and the sample gets a `CallFail
 worker's start (interpreter, imports) is outside of it.
 
 All work with processes is done by one thread of the pool. It lives as long as the pool, so the kernel can end the workers with it
-(`workers/child.py`), and scoring goes on while the caller does something else.
+(`workers/launch/worker_process.py`), and scoring goes on while the caller does something else.
 """
 
 from __future__ import annotations

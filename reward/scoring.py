@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from reward.pool import CallFailure, SourceResults
 from rollout.types import Episode, SampleKey
-from workers.group import WorkerGroup, deal, undeal
+from workers.launch.group import WorkerGroup, deal, undeal
 
 if TYPE_CHECKING:
     from configs.schema import RewardModelConfig

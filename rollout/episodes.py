@@ -12,7 +12,7 @@ from configs.schema import RolloutConfig
 from determinism.seeds import request_seed
 from rollout.routing import assign, gather
 from rollout.types import Episode, Generation, GenerationRequest, Prompt, SampleKey, Sampling
-from workers.group import WorkerGroup
+from workers.launch.group import WorkerGroup
 
 Decode = Callable[[Sequence[int]], str]
 OnFinished = Callable[[Sequence[Episode]], None]
@@ -105,7 +105,7 @@ class Rollout:
     """The rollout engines as the loop sees them.
 
     Args:
-        group: one engine a worker (`rollout.engine.RolloutEngine`).
+        group: one engine a worker (`rollout.sampling.RolloutEngine`).
         decode: sampled ids to text without special tokens.
         run_seed: `rollout.seed`.
         derive_seeds: see `seeds_are_derived`.

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine import check_requests
 from rollout.episodes import seeds_are_derived
+from rollout.sampling import check_requests
 from rollout.types import Generation, GenerationRequest, Sampling
 from rollout.weights import check_weights, checkpoint_shapes
 from workers.vllm_process import (
@@ -40,7 +40,7 @@ MIN_TEMPERATURE = 0.01
 
 
 class VLLMEngine:
-    """One rollout replica (see `rollout.engine.RolloutEngine`). Build it in a process of its own, with
+    """One rollout replica (see `rollout.sampling.RolloutEngine`). Build it in a process of its own, with
     `determinism.environment.process_env` in place before that process started."""
 
     def __init__(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests import engine_lab
-from workers.fork_server import ForkServer
-from workers.processes import ProcessGroup, child_environment
+from workers.launch.fork_server import ForkServer
+from workers.launch.processes import ProcessGroup, child_environment
 from workers.vllm_process import PRELOAD
 
 

@@ -21,26 +21,26 @@ from determinism.ledger import Ledger
 from determinism.manifest import write_manifest
 from reward.manager import RewardManager
 from reward.model import check_reward_model
-from rollout.engine import find_eos_token_ids
 from rollout.episodes import Rollout, seeds_are_derived
+from rollout.sampling import find_eos_token_ids
+from trainer.algorithms.kl import controller
 from trainer.async_ppo import AsyncPPO
 from trainer.checkpoint import Checkpoint, CheckpointStore
-from trainer.contents import input_digests
-from trainer.data import PromptData, PromptSampler
+from trainer.data.prompts import load_tokenizer
+from trainer.data.sampler import PromptData, PromptSampler
 from trainer.engine_check import EngineCheck, check_engines
+from trainer.input_digests import input_digests
 from trainer.judge import Judge
-from trainer.kl import controller
-from trainer.models import Models
 from trainer.ppo import PPO, Parts
-from trainer.prompts import load_tokenizer
 from trainer.record import Record
+from trainer.remote_models import RemoteModels
 from trainer.run_dir import RunDirectory
 from trainer.tiny import resolve
 from trainer.tracking import Tracker
 from trainer.validation import Validation
-from workers.calls import BUSY
-from workers.group import Launcher, WorkerFactory, WorkerGroup
-from workers.resources import resolve_device
+from workers.launch.calls import BUSY
+from workers.launch.group import Launcher, WorkerFactory, WorkerGroup
+from workers.launch.resources import resolve_device
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def load_inputs(config: Config) -> Inputs:
 
 def trainer_group(config: Config, launcher: Launcher, roles: list[str]) -> WorkerGroup:
     """FSDP ranks with the roles that this run needs."""
-    from workers.trainer_worker import TrainerWorker
+    from workers.models.trainer_worker import TrainerWorker
 
     return launcher.trainer_group(functools.partial(TrainerWorker, config, roles), config.launcher.num_ranks)
 
@@ -271,7 +271,7 @@ def assemble(
         sampler=sampler,
         rollout=engines.rollout,
         reward=engines.reward,
-        models=Models(trainers, config.rollout.sampling.temperature, config.rollout.sampling.max_new_tokens),
+        models=RemoteModels(trainers, config.rollout.sampling.temperature, config.rollout.sampling.max_new_tokens),
         validation=validation_of(config, engines, inputs),
         ledger=Ledger(run.path, config.ledger.record, is_main=launcher.is_main),
         record=Record(run, tracker, config.tracking.save_episodes, config.tracking.log_samples),

@@ -21,7 +21,7 @@ import torch
 
 from configs.schema import DynamicSamplingConfig
 from rollout.types import Episode, Prompt, Score
-from trainer.advantages import varied_groups
+from trainer.algorithms.advantages import varied_groups
 
 PREFIX = "data/dynamic_sampling"
 

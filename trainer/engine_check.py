@@ -21,7 +21,7 @@ from configs.schema import Config
 from determinism.seeds import derive_seed, permutation
 from determinism.selfcheck import Answer, Difference, Trial, first_difference
 from rollout.types import Generation, GenerationRequest, SampleKey, Sampling
-from workers.group import WorkerGroup
+from workers.launch.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 

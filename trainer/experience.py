@@ -16,7 +16,7 @@ from torch import Tensor
 from configs.schema import FsdpConfig
 from determinism.seeds import derive_seed, permutation
 from rollout.types import Episode, Score
-from workers.batch import LossTotals, TokenBatch
+from workers.models.batch import LossTotals, TokenBatch
 
 
 @dataclass(frozen=True)

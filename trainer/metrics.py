@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.aggregate import explained_variance, masked_moments, row_sums
+from trainer.algorithms.aggregate import explained_variance, masked_moments, row_sums
 from trainer.experience import Experience
 
 

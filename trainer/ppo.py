@@ -3,7 +3,7 @@
     prompts -> episodes -> experience -> log-probabilities, values -> advantages -> critic, actor -> weights out
                   └─> scores, in the background ─────────────────────┘
 
-The same loop runs under Ray (one driver) and under torchrun (every rank runs it, see `workers/group.py`).
+The same loop runs under Ray (one driver) and under torchrun (every rank runs it, see `workers/launch/group.py`).
 Source: Schulman et al. 2017 (PPO); Ziegler et al. 2019 and Ouyang et al. 2022 (the language-model form).
 """
 
@@ -22,24 +22,24 @@ from configs.schema import Config
 from determinism.ledger import Ledger
 from reward.manager import RewardManager
 from reward.scoring import Scoring
-from rollout.engine import sampling_from_config
 from rollout.episodes import OnFinished, Rollout
+from rollout.sampling import sampling_from_config
 from rollout.types import Episode, Prompt, Score
-from trainer.advantages import AdvantageInputs, compute_advantages, estimator
+from trainer.algorithms.advantages import AdvantageInputs, compute_advantages, estimator
+from trainer.algorithms.kl import KlController, kl_estimate, penalised_rewards, sequence_kl
+from trainer.algorithms.losses import policy_loss_from_config, value_loss_from_config
+from trainer.algorithms.shaping import bootstrap_values, shape_scores, trained_mask
 from trainer.checkpoint import CheckpointStore, write_checkpoint
-from trainer.data import PromptSampler
+from trainer.data.sampler import PromptSampler
 from trainer.dynamic_sampling import ScoredBatch, fill_with_varied_groups
 from trainer.experience import Experience, LeafPlan
-from trainer.kl import KlController, kl_estimate, penalised_rewards, sequence_kl
-from trainer.losses import policy_loss_from_config, value_loss_from_config
 from trainer.metrics import batch_metrics, mean_metrics, mean_of
-from trainer.models import MiniBatchResult, Models
 from trainer.record import Record
-from trainer.shaping import bootstrap_values, shape_scores, trained_mask
+from trainer.remote_models import MiniBatchResult, RemoteModels
 from trainer.timing import Timing
 from trainer.validation import Validation
-from workers.calls import BUSY
-from workers.group import WorkerGroup
+from workers.launch.calls import BUSY
+from workers.launch.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Parts:
     sampler: PromptSampler
     rollout: Rollout
     reward: RewardManager
-    models: Models
+    models: RemoteModels
     validation: Validation
     ledger: Ledger
     record: Record

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from configs.schema import RolloutConfig, SamplingConfig
 from determinism.digest import digest_value
 from reward.manager import RewardManager
-from rollout.engine import sampling_from_config
 from rollout.episodes import Rollout
+from rollout.sampling import sampling_from_config
 from rollout.types import Episode, Prompt, Score
 from trainer.judge import Judge
 from trainer.metrics import mean_of

@@ -15,7 +15,7 @@ from typing import Any
 
 from determinism import cpu_kernels
 from determinism.environment import facts, pin_process
-from workers.calls import without_collection
+from workers.launch.calls import without_collection
 
 MIB = 1 << 20
 Call = tuple[list[int], Any, int]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from configs.limits import CHOICES
 from configs.roles import CRITIC_ESTIMATORS, GREEDY_ESTIMATORS, GROUP_ESTIMATORS
 from reward.functions import BUILT_IN
-from trainer.advantages import ESTIMATORS
-from trainer.aggregate import AGGREGATIONS
-from trainer.surrogates import SURROGATES
+from trainer.algorithms.advantages import ESTIMATORS
+from trainer.algorithms.aggregate import AGGREGATIONS
+from trainer.algorithms.surrogates import SURROGATES
 
 
 def test_advantage_estimators():

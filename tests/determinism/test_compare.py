@@ -194,7 +194,7 @@ def test_online_wandb_runs_are_read_by_the_real_client(tmp_path):
 
     def compare(*names: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "trainer.cli", "compare", *(f"me/project/{name}" for name in names)],
+            [sys.executable, "-m", "trainer.tools.cli", "compare", *(f"me/project/{name}" for name in names)],
             env={**os.environ, **settings},
             capture_output=True,
             text=True,

@@ -26,7 +26,7 @@ from determinism.cpu_kernels import (
     vllm_plugin,
 )
 from tests.engine_lab import burst, make_policy
-from workers.group import WorkerError
+from workers.launch.group import WorkerError
 
 
 @pytest.fixture(scope="module")

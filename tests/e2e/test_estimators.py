@@ -25,7 +25,7 @@ SETTINGS = (
 )
 REVERSED = """
 from dataclasses import replace
-from trainer.advantages import compute_advantages, needs
+from trainer.algorithms.advantages import compute_advantages, needs
 
 @needs(groups=True)
 def backwards(inputs, settings):

@@ -25,7 +25,7 @@ def evaluate(out: Path, *overrides: str) -> str:
 
 def run_eval(*arguments: str) -> str:
     """Run it to the end; what it printed."""
-    command = [sys.executable, "-m", "trainer.cli", "eval", *arguments]
+    command = [sys.executable, "-m", "trainer.tools.cli", "eval", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.e2e import runs
-from trainer.cli import main
+from trainer.tools.cli import main
 
 pytestmark = pytest.mark.timeout(580)
 
@@ -123,7 +123,7 @@ def test_four_ranks_and_four_replicas_keep_the_bits_of_bf16_two_epochs_and_an_ad
 
 @pytest.mark.slow
 def test_replay_runs_one_step_again_and_finds_a_changed_digest(reference):
-    command = [sys.executable, "-m", "trainer.cli", "replay", str(reference), "--step", "2"]
+    command = [sys.executable, "-m", "trainer.tools.cli", "replay", str(reference), "--step", "2"]
     done = subprocess.run(
         [*command, "--stop-before", "actor_update"],
         input="p 'sequences', len(experience)\nc\n",

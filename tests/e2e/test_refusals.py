@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from tests.e2e import runs
-from trainer.cli import main
 from trainer.tiny import resolve
+from trainer.tools.cli import main
 
 
 def refused(capsys, *overrides: str) -> str:

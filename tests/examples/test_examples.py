@@ -14,7 +14,7 @@ import torch
 from configs.compose import load_config
 from configs.schema import AdvantageConfig
 from configs.validate import check
-from trainer.advantages import AdvantageInputs, compute_advantages
+from trainer.algorithms.advantages import AdvantageInputs, compute_advantages
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))

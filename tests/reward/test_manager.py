@@ -14,8 +14,8 @@ from reward.normalise import RunningNormaliser
 from reward.pool import PoolError
 from rollout.types import Episode, Prompt, SampleKey, Score
 from tests.reward._functions import meet
-from tests.trainer._tokenizers import word_tokenizer
-from workers.group import WorkerError
+from tests.trainer.data._tokenizers import word_tokenizer
+from workers.launch.group import WorkerError
 
 NAN, INF = float("nan"), float("inf")
 

@@ -19,7 +19,7 @@ from reward.model import (
 )
 from rollout.types import Prompt, SampleKey
 from tests.engine_lab import VOCAB, make_reward, make_tokenizer
-from workers.group import WorkerError
+from workers.launch.group import WorkerError
 
 PROMPT = Prompt(
     id="source/0",

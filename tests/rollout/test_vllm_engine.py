@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from configs.schema import SamplingConfig
-from rollout.engine import check_requests, find_eos_token_ids, sampling_from_config
+from rollout.sampling import check_requests, find_eos_token_ids, sampling_from_config
 from rollout.types import GenerationRequest, SampleKey, Sampling
 from rollout.weights import check_weights, checkpoint_shapes
 from tests.engine_lab import burst, make_policy, make_tokenizer
-from workers.group import WorkerError
+from workers.launch.group import WorkerError
 from workers.vllm_process import check_engine_args
 
 

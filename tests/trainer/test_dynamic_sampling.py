@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from configs.schema import DynamicSamplingConfig
 from rollout.episodes import requests_for
 from rollout.types import Episode, Prompt, SampleKey, Sampling, Score
-from trainer.cursors import Source
-from trainer.data import PromptSampler
+from trainer.data.cursors import Source
+from trainer.data.sampler import PromptSampler
 from trainer.dynamic_sampling import ScoredBatch, fill_with_varied_groups
 
 ON = DynamicSamplingConfig(enable=True, max_rounds=4)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from rollout.types import Episode, Prompt, SampleKey, Score
+from trainer.algorithms.losses import PolicyLoss, ValueLoss
+from trainer.algorithms.rollout_gap import RolloutCorrection
 from trainer.experience import Experience
-from trainer.losses import PolicyLoss, ValueLoss
 from trainer.metrics import batch_metrics, combine_metrics, mean_metrics, mean_of
-from trainer.rollout_gap import RolloutCorrection
-from workers.batch import LossTotals, PolicyOutputs, TokenBatch, ValueOutputs
+from workers.models.batch import LossTotals, PolicyOutputs, TokenBatch, ValueOutputs
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 

@@ -15,11 +15,11 @@ from safetensors import safe_open
 from configs.schema import Config
 from determinism.ledger import Ledger
 from rollout.types import Episode, Prompt, SampleKey, Score
+from trainer.algorithms.kl import controller
 from trainer.experience import Experience
-from trainer.kl import controller
-from trainer.models import MiniBatchResult
 from trainer.ppo import PPO, NonFiniteError, update_metrics
 from trainer.record import Record
+from trainer.remote_models import MiniBatchResult
 from trainer.run_dir import RunDirectory
 
 

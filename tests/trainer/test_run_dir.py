@@ -5,7 +5,7 @@ import json
 import pytest
 
 from configs.schema import Config
-from trainer.contents import check_contents, input_digests
+from trainer.input_digests import check_contents, input_digests
 from trainer.resume import ResumeError, check_resume
 from trainer.run_dir import RunDirectory, RunDirectoryError, append_json_line, cut_jsonl
 

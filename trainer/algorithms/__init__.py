@@ -1,0 +1,1 @@
+"""Advantages, losses, KL, aggregation: pure functions of tensors."""

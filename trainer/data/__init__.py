@@ -1,0 +1,1 @@
+"""Prompts: sources, order, rendering."""

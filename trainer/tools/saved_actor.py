@@ -1,0 +1,220 @@
+"""The actor's weights in a training checkpoint, whole, as training hands them to the engines.
+
+    RUN or RUN/checkpoints/step_000012 --find_checkpoint, verify--> Checkpoint --actor_weights--> tensors by Hugging Face name
+
+No trainer rank is needed: the shards of any number of ranks are read and put together in this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from configs.problems import UserError
+from trainer.checkpoint import COMPLETE, WORKERS, Checkpoint, CheckpointError, CheckpointStore
+from trainer.run_dir import step_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from configs.schema import LoraConfig
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "actor.weights/"
+"""Before a parameter's name in the sharded state (`TrainerWorker.save`)."""
+
+
+@dataclass(frozen=True)
+class ActorWeights:
+    """What a checkpoint knows of the actor."""
+
+    tensors: dict[str, Tensor]
+    """Whole weights in float32 on the CPU by Hugging Face name, adapters merged; what `load_weights` of an engine takes."""
+    digest: str
+    """Of what was trained: the ledger's `actor_weights` of that step."""
+
+
+def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
+    """The checkpoint that `path` means; complete, its contents not verified yet.
+
+    Args:
+        path: a run directory (its newest complete checkpoint, or that of `step`), or a checkpoint's own directory.
+
+    Raises:
+        UserError: `path` is neither, or is a checkpoint of another step than `step`.
+        CheckpointError: the run has no complete checkpoint (of that step).
+    """
+    path = path.absolute()
+    if not (path / "checkpoints").is_dir():
+        return _own(path, step)
+    complete = _store(path / "checkpoints").complete()
+    found = [checkpoint for checkpoint in complete if step in (None, checkpoint.step)]
+    if not found:
+        have = ", ".join(str(checkpoint.step) for checkpoint in complete) or "none"
+        which = "" if step is None else f" of step {step}"
+        raise CheckpointError(f"{path} has no complete checkpoint{which} (there are: {have})")
+    return found[-1]
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Compare every file with its recorded digest.
+
+    Raises:
+        CheckpointError: one is damaged; names it, and the next older intact checkpoint.
+    """
+    _store(checkpoint.path.parent).find(checkpoint.step, choose="--checkpoint of the run and --step {step}")
+
+
+def run_of(checkpoint: Checkpoint) -> Path | None:
+    """The run directory in which the checkpoint lies; None when it was copied away from its run's configuration."""
+    run = checkpoint.path.parent.parent
+    return run if (run / "config.yaml").is_file() else None
+
+
+def actor_weights(checkpoint: Checkpoint, model_path: str | Path, lora: LoraConfig | None) -> ActorWeights:
+    """Read the actor's weights and put its shards together.
+
+    Args:
+        model_path: directory of the model that was trained; says which parameters there must be, and is the base of adapters.
+        lora: settings under which the actor's adapters were trained, when it has some.
+
+    Raises:
+        CheckpointError: the weights do not fit the model (names the parameters), or are adapters of a model with other contents.
+    """
+    from determinism.digest import module_digest
+    from rollout.weights import check_weights, checkpoint_shapes
+
+    stored = _read(checkpoint)
+    digest = module_digest(stored.items())
+    adapters = any(".lora_A." in name for name in stored)
+    if adapters:
+        _check_base(checkpoint, model_path)
+    try:
+        shapes = checkpoint_shapes(model_path)
+        tensors = stored
+        if adapters:
+            tensors = dict(_merged(stored, shapes, model_path, lora))
+        check_weights(tensors, shapes)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path} does not fit the model {model_path}: {error}") from error
+    return ActorWeights(tensors, digest)
+
+
+def _own(path: Path, step: int | None) -> Checkpoint:
+    """`path` as a checkpoint's directory."""
+    if not (path / COMPLETE).is_file():
+        raise UserError(f"--checkpoint {path}: {_why_not(path)}")
+    if not re.fullmatch(r"step_\d+", path.name):
+        raise UserError(
+            f"--checkpoint {path}: a checkpoint's directory is named after its step; call it step_000012 again"
+        )
+    if step not in (None, step_of(path)):
+        raise UserError(f"--step {step}: {path} is a single checkpoint; give the run directory to choose a step")
+    return Checkpoint(path)
+
+
+def _store(root: Path) -> CheckpointStore:
+    return CheckpointStore(root, keep_last=0, keep_every=0)
+
+
+def _why_not(path: Path) -> str:
+    """What `path` is instead of a run or a checkpoint."""
+    if not path.exists():
+        return "there is no such directory"
+    if (path / WORKERS).is_dir():
+        return "is not complete: its save was cut short. Take another checkpoint of the run"
+    if (path / "config.json").is_file():
+        return "is a model, not a training checkpoint; evaluate it with model.path=DIR instead of --checkpoint"
+    if any((child / COMPLETE).is_file() for child in path.glob("step_*")):
+        return "holds several checkpoints; give the run directory above it, or one step_... below it"
+    return "is neither a run directory (with checkpoints/) nor a checkpoint (with COMPLETE)"
+
+
+def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """What was trained of the actor, by parameter name, whole."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = dcp.FileSystemReader(checkpoint.workers).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
+    }
+    if not state:
+        raise CheckpointError(f"{checkpoint.path} holds no weights of an actor")
+    # Not collective: under torchrun every rank reads the whole, since each feeds its own engines.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # a single process is what is meant
+        dcp.load(state, checkpoint_id=checkpoint.workers, no_dist=True)
+    return {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+
+
+def _check_base(checkpoint: Checkpoint, model_path: str | Path) -> None:
+    """Refuse a base of adapters that is not, by content, the model that the run recorded in its manifest."""
+    from determinism.manifest import read_manifest
+    from trainer.input_digests import model_digest
+
+    run = run_of(checkpoint)
+    if run is None or not (run / "manifest.json").is_file():
+        logger.warning(
+            "%s holds adapters and lies in no run with a manifest.json, so it can't be checked that %s is the model they "
+            "were trained on",
+            checkpoint.path,
+            model_path,
+        )
+        return
+    manifest = read_manifest(run / "manifest.json")
+    recorded, found = manifest["data"]["model/actor"], model_digest(str(model_path))
+    if found != recorded:
+        raise CheckpointError(
+            f"{checkpoint.path} holds adapters of the model {manifest['config']['model']['path']} with the digest {recorded} "
+            f"(manifest.json of the run), but {model_path} has the digest {found}: merged into it they would be a model that "
+            "was never trained. Restore its files (weights, configuration, tokenizer), or name a directory that holds "
+            "them as they were with model.path=DIR"
+        )
+
+
+def _merged(
+    stored: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], model_path: str | Path, lora: LoraConfig | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The base model's weights with the stored adapters in them, by the same sum as in training."""
+    from workers.models.lora import merged
+
+    if lora is None:
+        raise ValueError("it holds adapters, but actor.lora is not set; name the experiment that trained them")
+    layers = sorted({name.partition(".lora_")[0] for name in stored})
+    for layer in layers:
+        a, b = (stored.get(f"{layer}.lora_{part}.default.weight") for part in "AB")
+        if a is None or b is None or len(stored) != 2 * len(layers):
+            raise ValueError(f"it holds more than pairs of adapters (see {layer}), so it can't be merged")
+        wanted = shapes.get(f"{layer}.weight")
+        if wanted != (b.shape[0], a.shape[1]) or a.shape[0] != lora.rank:
+            raise ValueError(
+                f"the adapter of {layer} has rank {a.shape[0]} and makes {(b.shape[0], a.shape[1])}; "
+                f"actor.lora.rank is {lora.rank} and the layer is {wanted}"
+            )
+    return merged(_with_base(stored, set(layers), shapes, model_path), lora)
+
+
+def _with_base(
+    stored: Mapping[str, Tensor], layers: set[str], shapes: Mapping[str, tuple[int, ...]], model_path: str | Path
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters as a network with adapters names them: the base's in float32, and the stored ones."""
+    import torch
+
+    from workers.models.pretrained import Checkpoint as ModelFiles
+
+    files = ModelFiles(model_path)
+    for name in shapes:
+        layer = name.removesuffix(".weight")
+        tensor = files.tensor(name).to(torch.float32)
+        yield (f"{layer}.base_layer.weight" if layer in layers else name), tensor
+    yield from stored.items()

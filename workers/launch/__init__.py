@@ -1,0 +1,1 @@
+"""Groups of workers, launchers, processes, transport."""

@@ -1,0 +1,186 @@
+"""The Ray that a run uses: one of this machine or an existing cluster; the slots reserved on it, and where they are."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from workers.launch.processes import end_processes, import_path
+from workers.launch.resources import Needs, ResourceError, check
+
+log = logging.getLogger(__name__)
+RESERVE_S = 60.0
+"""Longest wait for the slots; on a shared cluster others may hold them."""
+KNOCK_S = 10.0
+"""Longest wait for the head of a cluster to take a connection."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a rank and its engines live."""
+
+    bundle: int
+    """Index in the placement group."""
+    node: str
+    """Ray's id of the node."""
+    gpus: tuple[str, ...]
+    """Device ids on that node."""
+
+
+def start_ray(address: str | None, num_cpus: int | None) -> bool:
+    """Connect; True when it was done here and is to be undone here."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's answer to actors without GPUs: leave CUDA_VISIBLE_DEVICES alone (and don't warn about it).
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    if ray.is_initialized():
+        return False
+    # Says at each start that a token guards the local cluster, which is as it should be.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "exactrl"}
+    if address is not None:
+        try:
+            ray.init(address=address, **quiet)
+        except ConnectionError as error:
+            # Ray itself offers its token to an address only when told to, and calls a refusal a failed connection.
+            way_out = "" if "RAY_AUTH_MODE" in os.environ else "; if it asks for a token, set RAY_AUTH_MODE=token"
+            raise ResourceError(
+                f"launcher.ray_address={address}: no Ray cluster answers there ({error}){way_out}"
+            ) from error
+    else:
+        # "local": a cluster that RAY_ADDRESS names is joined only when launcher.ray_address says so.
+        with _importable_from_here():
+            _start_local({"address": "local", "num_cpus": num_cpus, "include_dashboard": False, **quiet})
+    return True
+
+
+@contextlib.contextmanager
+def _importable_from_here() -> Iterator[None]:
+    """What is started meanwhile finds modules where this process does."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = import_path()
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+
+
+def knock(address: str) -> None:
+    """Whether anything listens at `host:port`: Ray itself would try for more than three minutes.
+
+    Raises:
+        ResourceError: nothing does, or the address is of a kind that is not served.
+    """
+    if address.startswith("ray://"):
+        raise ResourceError(
+            f"launcher.ray_address={address}: Ray's client is not supported; start the run on a node of the cluster and give "
+            "`auto`, or the head's host:port"
+        )
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # `auto`, or whatever else Ray knows
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+    except OSError as error:
+        raise ResourceError(f"launcher.ray_address={address}: no Ray cluster answers there ({error})") from error
+
+
+def _start_local(options: dict[str, Any]) -> None:
+    """`ray.init`, tried once more when Ray gave up on its own start.
+
+    Ray 2.60 allows its node process 30 s to report, a number nobody can set; a machine that is busy with something else needs longer.
+    """
+    import ray
+
+    me = psutil.Process()
+    before = set(me.children(recursive=True))
+    try:
+        ray.init(**options)
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        log.warning("Ray was not up after 30 s (is this machine busy?); trying once more")
+        ray.shutdown()
+        # What was there before goes on, and so does what it has started since (a fork server forks).
+        ours = [child for child in me.children(recursive=True) if before.isdisjoint([child, *child.parents()])]
+        end_processes(ours, patience_s=0.0)
+        ray.init(**options)
+
+
+def stop_ray() -> None:
+    """Disconnect; a Ray that was started here ends."""
+    import ray
+
+    ray.shutdown()
+
+
+def reserve(needs: Needs) -> Any:
+    """A placement group of one bundle a slot.
+
+    Raises:
+        ResourceError: the cluster is too small, or the slots are not free in time.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    total = ray.cluster_resources()
+    where = f"the Ray cluster of {len(ray.nodes())} node(s)"
+    check(
+        needs,
+        total.get("CPU", 0),
+        total.get("GPU", 0),
+        where,
+        "Add nodes, or set launcher.ray_num_cpus when Ray is started by the run.",
+    )
+    bundle: dict[str, float] = {"CPU": needs.threads}
+    if needs.gpus_per_slot:
+        bundle["GPU"] = needs.gpus_per_slot
+    group = placement_group([bundle] * needs.slots, strategy="PACK")
+    if not group.wait(RESERVE_S):
+        free = ray.available_resources()
+        remove_placement_group(group)
+        raise ResourceError(
+            f"{needs.cpus} CPUs and {needs.gpus} GPUs needed, {free.get('CPU', 0):g} and {free.get('GPU', 0):g} free on {where} "
+            f"after {RESERVE_S:g} s ({needs.reason}): others hold the rest"
+        )
+    return group
+
+
+def release(group: Any) -> None:
+    """Give back what `reserve` took."""
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    if ray.is_initialized():
+        remove_placement_group(group)
+
+
+def locate(group: Any, needs: Needs) -> list[Slot]:
+    """Where each slot is; on CUDA a probe in each tells its device."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    if not needs.gpus_per_slot:
+        return [Slot(i, nodes[i], ()) for i in range(needs.slots)]
+
+    def probe() -> list[Any]:
+        return ray.get_gpu_ids()
+
+    task = ray.remote(probe)
+    refs = [
+        task.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote()
+        for i in range(needs.slots)
+    ]
+    return [Slot(i, nodes[i], tuple(map(str, gpus))) for i, gpus in enumerate(ray.get(refs))]

@@ -1,0 +1,1 @@
+"""The sharded models of a trainer rank."""

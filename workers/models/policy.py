@@ -1,0 +1,205 @@
+"""The policy (actor and reference): log-probabilities of the sampled tokens, and their training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from configs.schema import FsdpConfig, LoraConfig, OptimizerConfig
+from workers.models.batch import MiniBatch, PolicyOutputs, TokenBatch, UpdateResult
+from workers.models.lora import adapters_off, add_adapters, base_name
+from workers.models.optim import Loss
+from workers.models.pretrained import Checkpoint, bind, empty_model, load_config
+from workers.models.sharded_model import ShardedModel
+from workers.models.sharding import materialise, shard
+
+
+class Reference(Protocol):
+    """A frozen policy."""
+
+    def scoring(self) -> AbstractContextManager[nn.Module]:
+        """The network to run, as long as the context is open."""
+        ...
+
+    def release(self) -> None:
+        """Free gathered parameters."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Log-softmax rows of a leaf's trained tokens, in row-major order of the mask."""
+
+    logprobs: Tensor
+    """[M, V] float32, nats, temperature applied."""
+    targets: Tensor
+    """[M] int64; the tokens that were sampled."""
+
+
+def token_logprobs(
+    model: nn.Module, leaf: TokenBatch, temperature: float, entropy: bool, reference: Reference | None = None
+) -> PolicyOutputs:
+    """Log-probabilities and entropies of the distribution that was sampled from: softmax(logits / temperature).
+
+    The only place where the trainer computes them; scoring and training call it with the same leaf, so the first ratio
+    is exactly 1.
+
+    Args:
+        leaf: N sequences, T columns, on the model's device.
+        temperature: above 0.
+        entropy: let gradients flow through the entropy.
+        reference: also compute the KL to this model over the whole vocabulary.
+
+    Returns:
+        float32 in nats, [N, T], zeros outside the mask.
+
+    Raises:
+        ValueError: the mask is True in column 0, which no token precedes.
+    """
+    other = None
+    if reference is not None:
+        with torch.no_grad(), reference.scoring() as network:
+            other = _sampled_rows(network, leaf, temperature).logprobs
+    sampled = _sampled_rows(model, leaf, temperature)
+    chosen = sampled.logprobs.gather(1, sampled.targets.unsqueeze(1)).squeeze(1)
+    with torch.set_grad_enabled(entropy and torch.is_grad_enabled()):
+        entropies = -(sampled.logprobs.exp() * sampled.logprobs).sum(dim=-1)
+    full_kl = None
+    if other is not None:
+        full_kl = _place((sampled.logprobs.exp() * (sampled.logprobs - other)).sum(dim=-1), leaf.mask)
+    return PolicyOutputs(_place(chosen, leaf.mask), _place(entropies, leaf.mask), full_kl)
+
+
+def _sampled_rows(model: nn.Module, leaf: TokenBatch, temperature: float) -> Sampled:
+    """Forward pass. The language-model head runs only for columns in which some row has a trained token.
+
+    No attention mask: sequences start at column 0 and attention is causal, so padding is never seen.
+    """
+    count, width = leaf.input_ids.shape
+    device = leaf.input_ids.device
+    if bool(leaf.mask[:, 0].any()):
+        raise ValueError("the mask is True in column 0; a sequence's first token has no log-probability")
+    columns = leaf.mask.any(dim=0).nonzero().squeeze(1)
+    if columns.numel() == 0:
+        # Nothing to train on, yet backward must still run this rank's collectives.
+        columns = torch.ones(1, dtype=torch.int64, device=device)
+    positions = torch.arange(width, device=device).expand(count, width)
+    logits = model(
+        input_ids=leaf.input_ids, position_ids=positions, use_cache=False, logits_to_keep=columns - 1
+    ).logits  # [N, K, V]
+    rows = leaf.mask[:, columns].flatten().nonzero().squeeze(1)  # [M], of N * K
+    scores = logits.flatten(0, 1).index_select(0, rows).float() / temperature
+    return Sampled(scores.log_softmax(dim=-1), leaf.input_ids[:, columns].flatten()[rows])
+
+
+def _place(values: Tensor, mask: Tensor) -> Tensor:
+    """[M] values at the mask's True positions in row-major order, 0 elsewhere."""
+    zeros = torch.zeros(mask.numel(), dtype=values.dtype, device=values.device)
+    return zeros.index_copy(0, mask.flatten().nonzero().squeeze(1), values).view(mask.shape)
+
+
+class PolicyModel(ShardedModel):
+    """A causal language model from a checkpoint directory, sharded over the mesh.
+
+    Args:
+        path: Hugging Face checkpoint.
+        mesh: all ranks.
+        device: this rank's.
+        fsdp: sharding and precision.
+        temperature: of the rollouts that it trains on.
+        full_determinism: canonical sums over ranks.
+        optim: None for the frozen reference.
+        total_steps: length of the learning-rate schedule.
+        lora: adapters; rank 0 trains all weights.
+        seed: the run's, for new adapters.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the model.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        mesh: DeviceMesh,
+        device: torch.device,
+        fsdp: FsdpConfig,
+        *,
+        temperature: float,
+        full_determinism: bool,
+        optim: OptimizerConfig | None = None,
+        total_steps: int = 1,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.temperature = temperature
+        self.reference: Reference | None = None
+        """Set by the owner when a loss may ask for the KL over the vocabulary."""
+        hf_config = load_config(path, fsdp.attention, trust_remote_code)
+        network = empty_model(AutoModelForCausalLM, hf_config, trust_remote_code)
+        adapters = add_adapters(network, lora, seed, "actor") if lora and lora.rank > 0 else {}
+        read = bind(Checkpoint(path), network, initial=adapters, rename=base_name)
+        shard(network, mesh, fsdp, full_determinism)
+        materialise(network, device, read)
+        super().__init__(network, hf_config, device, optim, total_steps, lora if adapters else None)
+
+    def forward(self, leaf: TokenBatch, loss: Loss | None) -> PolicyOutputs:
+        """Outputs of one leaf. A loss says what else it needs: `needs_entropy_gradient`, `needs_full_kl`.
+
+        Raises:
+            ValueError: the loss needs the full KL and there is no reference.
+        """
+        entropy, full_kl = (bool(getattr(loss, name, False)) for name in ("needs_entropy_gradient", "needs_full_kl"))
+        if full_kl and self.reference is None:
+            raise ValueError("the loss needs the KL over the vocabulary, but this trainer has no reference")
+        return token_logprobs(self.network, leaf, self.temperature, entropy, self.reference if full_kl else None)
+
+    def update(self, mini_batches: Sequence[MiniBatch], loss: Loss) -> list[UpdateResult]:
+        """As `ShardedModel.update`."""
+        results = super().update(mini_batches, loss)
+        if self.reference is not None:
+            self.reference.release()
+        return results
+
+    def logprobs(self, leaves: Sequence[TokenBatch], temperature: float | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Per leaf: log-probabilities and entropies, each [n, T] float32 on the CPU, 0 outside the mask.
+
+        Raises:
+            ValueError: `temperature` is given and is not the one that updates use; the first ratio would not be 1.
+        """
+        if temperature is not None and temperature != self.temperature:
+            raise ValueError(f"temperature {temperature} was asked for, but the model trains at {self.temperature}")
+        return [(outputs.logprobs.cpu(), outputs.entropy.cpu()) for outputs in self.score(leaves)]
+
+    def scoring(self) -> AbstractContextManager[nn.Module]:
+        """The network, as a reference."""
+        return nullcontext(self.network)
+
+
+class BaseOfAdapters:
+    """The reference of an actor with adapters: the same weights with the adapters switched off, so none are held twice."""
+
+    def __init__(self, actor: PolicyModel) -> None:
+        self.actor = actor
+
+    def logprobs(self, leaves: Sequence[TokenBatch], temperature: float | None = None) -> list[tuple[Tensor, Tensor]]:
+        """As `PolicyModel.logprobs`."""
+        with self.scoring():
+            return self.actor.logprobs(leaves, temperature)
+
+    def scoring(self) -> AbstractContextManager[nn.Module]:
+        """The network without adapters."""
+        return adapters_off(self.actor.network)
+
+    def release(self) -> None:
+        """Free gathered parameters."""
+        self.actor.release()
