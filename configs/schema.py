@@ -253,6 +253,8 @@ class SamplingConfig:
 class RolloutConfig:
     """The rollout engines (vLLM)."""
 
+    engine: str = "vllm"
+    """The engine behind the rollouts, by name: `vllm`; see rollout/engines.py."""
     seed: int = "${seed}"  # type: ignore[assignment]
     """Run seed from which each request's seed is derived (`determinism/seeds.py`)."""
     full_determinism: bool = "${full_determinism}"  # type: ignore[assignment]
@@ -491,6 +493,8 @@ class LauncherConfig:
     """CPUs the local Ray may count; null takes the machine's. Ranks and engines are checked against it before anything starts."""
     timeout_s: float = 600.0
     """Longest wait for one collective before the run fails."""
+    silence_s: float = 60.0
+    """Longest silence of a worker's heartbeat in seconds before it is called dead by name and the run ends; 0 waits for ever."""
 
 
 @dataclass

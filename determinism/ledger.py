@@ -48,7 +48,6 @@ class Ledger:
     Args:
         run_dir: the run directory; `ledger.jsonl` is continued when it exists (a torn last line is cut).
         record: `off` (every call does nothing), `digest`, or `full` (raw values too).
-        is_main: False in processes that must not write; there every call does nothing.
 
     Raises:
         LedgerError: unknown `record`, or the existing ledger is damaged before its last line.
@@ -65,12 +64,12 @@ class Ledger:
     _values: dict[str, Any]
     _rows: list[list[Any]]
 
-    def __init__(self, run_dir: str | Path, record: str = "digest", is_main: bool = True) -> None:
+    def __init__(self, run_dir: str | Path, record: str = "digest") -> None:
         if record not in RECORD_MODES:
             raise LedgerError(f"ledger.record is {record!r}; it must be one of {', '.join(RECORD_MODES)}")
         self.run_dir = Path(run_dir)
         self.record = record
-        self.active = is_main and record != "off"
+        self.active = record != "off"
         self.last_step: int | None = None
         """Newest committed step; None before the first."""
         self._clear()

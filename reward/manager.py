@@ -11,27 +11,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from configs.schema import RewardConfig
 from reward.functions import LARGEST_REWARD
 from reward.normalise import RunningNormaliser
+from reward.pending import MODEL_SOURCE, PendingModelScores, PendingRewards, RewardError, sample_name
 from reward.pool import CallFailure, FunctionPool, FunctionSample, SourceResults
-from reward.scoring import MODEL_SOURCE, ModelScoring, RewardError, Scoring, sample_name
 from rollout.types import Episode, Score
-from workers.launch.group import Launcher, WorkerGroup
+from workers.launch.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 ERROR_POLICIES = ("fail", "drop", "penalise")
 STATE_VERSION = 1
 _NAMED_FAILURES = 3
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class RewardManager:
         config: the reward group.
         model_group: reward engines; needed when `config.model.path` is set.
         tokenizer: the reward model's.
-        launcher: says where the loop runs, so that functions run once and every rank sees their scores; None: a single process.
         log_dir: for the functions' output; None discards it.
         model_context: tokens that the reward model takes; longer conversations are failures of their samples.
 
@@ -61,7 +58,6 @@ class RewardManager:
         *,
         model_group: WorkerGroup | None = None,
         tokenizer: Any = None,
-        launcher: Launcher | None = None,
         log_dir: Path | None = None,
         model_context: int | None = None,
     ) -> None:
@@ -72,27 +68,25 @@ class RewardManager:
         self._model_group = model_group if config.model.path is not None else None
         self._tokenizer = tokenizer
         self._model_context = model_context
-        self._is_main = launcher is None or launcher.is_main
-        self._on_main: Callable[[Callable[[], Any]], Any] = launcher.on_main if launcher is not None else _call
         self._normaliser = RunningNormaliser() if config.normalise else None
         self._pool: FunctionPool | None = None
-        if config.functions and self._is_main:
+        if config.functions:
             self._pool = FunctionPool(config.functions, config.function_workers, log_dir=log_dir)
 
-    def begin(self) -> Scoring:
-        """Scoring of a batch that is still being made: its episodes may be added as they finish."""
+    def begin(self) -> PendingRewards:
+        """Rewards of a batch that is still being made: its episodes may be added as they finish."""
         model = None
         if self._model_group is not None:
-            model = ModelScoring(self._model_group, self._tokenizer, self.config.model, self._model_context)
-        return Scoring(model, self._submit if self._pool is not None else None)
+            model = PendingModelScores(self._model_group, self._tokenizer, self.config.model, self._model_context)
+        return PendingRewards(model, self._submit if self._pool is not None else None)
 
     def score(
-        self, episodes: Sequence[Episode], scoring: Scoring | None = None, *, all_may_drop: bool = False
+        self, episodes: Sequence[Episode], pending: PendingRewards | None = None, *, all_may_drop: bool = False
     ) -> tuple[list[Score], dict[str, float]]:
         """Scores for training, in the episodes' order, and their metrics (`reward_metrics`).
 
         Args:
-            scoring: what was begun for these episodes; None begins here.
+            pending: what was begun for these episodes; None begins here.
             all_may_drop: these are not all of the step's episodes, so it is no error when every one is dropped.
 
         Raises:
@@ -101,7 +95,7 @@ class RewardManager:
             PoolError: a function cannot be run at all.
             WorkerError: a reward engine failed.
         """
-        results = self._results(episodes, scoring)
+        results = self._results(episodes, pending)
         audited = self._audit(episodes)
         scores = self._combine(episodes, results)
         if episodes and not all_may_drop and all(score.dropped for score in scores):
@@ -111,9 +105,9 @@ class RewardManager:
             metrics["reward/audit_mismatches"] = float(len(audited))
         return self._normalised(scores, metrics), metrics
 
-    def evaluate(self, episodes: Sequence[Episode], scoring: Scoring | None = None) -> list[Score]:
+    def evaluate(self, episodes: Sequence[Episode], pending: PendingRewards | None = None) -> list[Score]:
         """Scores for validation: as `score`, but raw (no normalisation), and nothing that training remembers is touched."""
-        return self._combine(episodes, self._results(episodes, scoring))
+        return self._combine(episodes, self._results(episodes, pending))
 
     @property
     def model_group(self) -> WorkerGroup | None:
@@ -126,7 +120,8 @@ class RewardManager:
         Raises:
             PoolError: one cannot be loaded; names the source.
         """
-        self._on_main(lambda: self._pool.start() if self._pool else None)
+        if self._pool is not None:
+            self._pool.start()
 
     def close(self) -> None:
         """End the functions' processes; safe to call twice."""
@@ -150,15 +145,15 @@ class RewardManager:
         if self._normaliser is not None:
             self._normaliser.load_state_dict(state["normaliser"])
 
-    def _results(self, episodes: Sequence[Episode], scoring: Scoring | None) -> SourceResults:
+    def _results(self, episodes: Sequence[Episode], pending: PendingRewards | None) -> SourceResults:
         """Raw results of every source, in the fixed order; waits for them."""
-        scoring = scoring or self.begin()
-        scoring.complete(episodes)
+        pending = pending or self.begin()
+        pending.complete(episodes)
         results: SourceResults = {}
-        if scoring.model is not None:
-            results[MODEL_SOURCE] = scoring.model.scores(episodes)
-        if self.config.functions:
-            results |= self._on_main(lambda: scoring.functions.result() if scoring.functions else {})
+        if pending.model is not None:
+            results[MODEL_SOURCE] = pending.model.scores(episodes)
+        if pending.functions is not None:
+            results |= pending.functions.result()
         return results
 
     def _submit(self, episodes: Sequence[Episode]) -> Future[SourceResults]:
@@ -169,15 +164,10 @@ class RewardManager:
 
     def _audit(self, episodes: Sequence[Episode]) -> list[str]:
         """Call each function twice on the first rows; returns a sentence for each difference."""
-        if not self.config.audit_rows or not self.config.functions:
+        if not self.config.audit_rows or self._pool is None:
             return []
-
-        def call_twice() -> list[SourceResults]:
-            assert self._pool is not None
-            samples = [_function_sample(episode) for episode in episodes[: self.config.audit_rows]]
-            return [self._pool.score(samples), self._pool.score(samples)]
-
-        first, second = self._on_main(call_twice)
+        samples = [_function_sample(episode) for episode in episodes[: self.config.audit_rows]]
+        first, second = self._pool.score(samples), self._pool.score(samples)
         found = []
         for name, values in first.items():
             for row, (one, other) in enumerate(zip(values, second[name], strict=True)):
@@ -312,7 +302,3 @@ def _first(failures: Sequence[CallFailure]) -> str:
     shown = [str(failure) for failure in failures[:_NAMED_FAILURES]]
     more = [f"and {len(failures) - _NAMED_FAILURES} more"] if len(failures) > _NAMED_FAILURES else []
     return "First:\n" + "\n".join(shown + more)
-
-
-def _call(function: Callable[[], T]) -> T:
-    return function()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.types import Prompt, SampleKey
-from workers.vllm_process import common_arguments, engine_facts, run_requests, start_engine, stop_engine
+from workers.vllm_process import RunningRequests, common_arguments, engine_facts, start_engine, stop_engine
 
 if TYPE_CHECKING:
     from configs.schema import RewardModelConfig
@@ -122,6 +122,8 @@ class RewardModelEngine:
     """One replica of the reward model. Build it in a process of its own, with `determinism.environment.process_env` in place
     before that process started."""
 
+    work = "score"
+
     def __init__(
         self,
         path: str | Path,
@@ -173,26 +175,25 @@ class RewardModelEngine:
             cpu_linear=cpu_linear,
         )
 
-    def score(self, token_ids: list[list[int]]) -> list[float]:
-        """Raw logits, without sigmoid or softmax, in the order of `token_ids`.
+        self._running = RunningRequests(self._engine)
 
-        Args:
-            token_ids: conversations in the reward model's vocabulary (`reward_tokens`).
+    def add(self, number: int, token_ids: list[int]) -> None:
+        """Take a conversation on, in the reward model's vocabulary (`reward_tokens`); `step` will call it `number`.
 
         Raises:
-            ValueError: an empty or over-long conversation (by its position; `RewardInput.check` names samples).
+            ValueError: it is empty or over-long (`RewardInput.check` names samples).
         """
         from vllm import PoolingParams
 
-        for index, ids in enumerate(token_ids):
-            if not 0 < len(ids) <= self._max_model_len:
-                raise ValueError(
-                    f"conversation {index} of {len(token_ids)} has {len(ids)} tokens; the reward model takes 1 to "
-                    f"{self._max_model_len}"
-                )
-        calls = [(list(ids), PoolingParams(task="classify", use_activation=False), 0) for ids in token_ids]
-        outputs = run_requests(self._engine, calls)
-        return [float(output.outputs.data.reshape(()).item()) for output in outputs]
+        if not 0 < len(token_ids) <= self._max_model_len:
+            raise ValueError(
+                f"a conversation of {len(token_ids)} tokens; the reward model takes 1 to {self._max_model_len}"
+            )
+        self._running.add(number, list(token_ids), PoolingParams(task="classify", use_activation=False))
+
+    def step(self) -> list[tuple[int, float]]:
+        """Work for a moment; number and raw logit (no sigmoid, no softmax) of the conversations that are scored."""
+        return [(number, float(output.outputs.data.reshape(()).item())) for number, output in self._running.step()]
 
     def facts(self) -> dict[str, Any]:
         """Versions, threads, kernels and limits in force in this process."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from configs.problems import UserError
 from configs.schema import RewardFunctionConfig
-from workers.launch.calls import exit_text, log_size, log_tail
+from workers.launch.lifeline import exit_text, log_size, log_tail
 
 START_TIMEOUT_S = 120.0
 """Longest start of a worker, seconds: interpreter, imports of the functions."""

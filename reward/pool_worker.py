@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from reward.functions import BATCHED, LARGEST_REWARD, FunctionError, LoadedFunction, load_function
-from workers.launch.worker_process import die_with_parent, start_guard
+from workers.launch.lifeline import die_with_parent, start_guard
 
 Outcome = list[float | tuple[str, str]]
 _MESSAGE_CHARS = 4000

@@ -1,28 +1,19 @@
-"""From prompts to episodes: derive seeds, place requests on replicas, put the results into canonical order.
+"""From prompts to episodes: derive seeds, ask the engines, put what they sampled into canonical order.
 
-prompts --requests_for--> requests --routing.assign--> replicas --routing.gather--> generations --> episodes
+prompts --requests_for--> requests --RolloutEngines--> futures --as they finish--> episodes --Generating.result--> canonical order
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
-from configs.schema import RolloutConfig
 from determinism.seeds import request_seed
-from rollout.routing import assign, gather
+from rollout.engines import RolloutEngines
 from rollout.types import Episode, Generation, GenerationRequest, Prompt, SampleKey, Sampling
-from workers.launch.group import WorkerGroup
 
 Decode = Callable[[Sequence[int]], str]
-OnFinished = Callable[[Sequence[Episode]], None]
-SMALLEST_PORTION = 16
-"""Requests that an engine finishes between two answers; fewer are not worth the way there and back."""
-
-
-def seeds_are_derived(config: RolloutConfig) -> bool:
-    """Whether each request gets a seed of its own (`rollout.deterministic_sampling`, which full determinism includes)."""
-    return config.full_determinism or config.deterministic_sampling
+OnFinished = Callable[[Episode], None]
 
 
 def requests_for(
@@ -75,57 +66,123 @@ def requests_for(
     return requests
 
 
-def episodes_from(
-    prompts: Sequence[Prompt],
-    requests: Sequence[GenerationRequest],
-    generations: Sequence[Generation],
-    decode: Decode,
-) -> list[Episode]:
-    """Single-turn episodes; `requests` and `generations` stand in the same (canonical) order.
+def episode_from(prompt: Prompt, request: GenerationRequest, generation: Generation, decode: Decode) -> Episode:
+    """A single-turn episode. The sampled ids are what is trained on; the text is only for people and rewards.
 
-    The sampled ids are what is trained on; the text is only for people and rewards.
+    Raises:
+        RuntimeError: the engine answered another request.
     """
-    return [
-        Episode(
-            key=generation.key,
-            prompt=prompts[generation.key.task],
-            seed=request.seed,
-            response_ids=generation.token_ids,
-            response_mask=(True,) * len(generation.token_ids),
-            logprobs=generation.logprobs,
-            finish_reason=generation.finish_reason,
-            text=decode(generation.token_ids),
-            weight_version=generation.weight_version,
-        )
-        for request, generation in zip(requests, generations, strict=True)
-    ]
+    if generation.key != request.key:
+        raise RuntimeError(f"{request.key} was asked for, and the engine answered {generation.key}")
+    return Episode(
+        key=generation.key,
+        prompt=prompt,
+        seed=request.seed,
+        response_ids=generation.token_ids,
+        response_mask=(True,) * len(generation.token_ids),
+        logprobs=generation.logprobs,
+        finish_reason=generation.finish_reason,
+        text=decode(generation.token_ids),
+        weight_version=generation.weight_version,
+    )
 
 
-class Rollout:
-    """The rollout engines as the loop sees them.
+class Generating:
+    """Episodes on their way: the engines sample, and this process goes on.
 
     Args:
-        group: one engine a worker (`rollout.sampling.RolloutEngine`).
-        decode: sampled ids to text without special tokens.
-        run_seed: `rollout.seed`.
-        derive_seeds: see `seeds_are_derived`.
-        keep_groups: `rollout.serialize_group_samples`.
+        futures: one a request, in canonical order.
+        finish: makes the episode of a request and its generation; called for each as it finishes, in the thread of `aside`.
     """
 
     def __init__(
         self,
-        group: WorkerGroup,
-        decode: Decode,
-        run_seed: int,
-        *,
-        derive_seeds: bool = True,
-        keep_groups: bool = False,
+        requests: Sequence[GenerationRequest],
+        futures: Sequence[Future[Generation]],
+        finish: Callable[[GenerationRequest, Generation], Episode],
+        aside: ThreadPoolExecutor,
     ) -> None:
-        self.group = group
+        self._episodes: list[Future[Episode]] = [Future() for _ in requests]
+
+        def work(episode: Future[Episode], request: GenerationRequest, generation: Future[Generation]) -> None:
+            try:
+                episode.set_result(finish(request, generation.result()))
+            except BaseException as error:
+                episode.set_exception(error)
+
+        for episode, request, generation in zip(self._episodes, requests, futures, strict=True):
+            # A callback runs in the thread that listens to all workers, so it only passes the work on.
+            generation.add_done_callback(
+                lambda done, episode=episode, request=request: aside.submit(work, episode, request, done)  # type: ignore[misc]
+            )
+
+    def result(self) -> list[Episode]:
+        """The episodes in canonical order; waits for exactly those that were asked for.
+
+        Raises:
+            WorkerError: an engine failed.
+        """
+        done, _ = wait(self._episodes, return_when=FIRST_EXCEPTION)
+        for episode in self._episodes:
+            if episode in done:
+                episode.result()  # a failure is raised at once, and the rest is not waited for
+        return [episode.result() for episode in self._episodes]
+
+
+class Rollout:
+    """Generation as the loop sees it.
+
+    Args:
+        engines: all replicas.
+        decode: sampled ids to text without special tokens.
+        run_seed: `rollout.seed`.
+        derive_seeds: see `rollout.sampling.seeds_are_derived`.
+    """
+
+    def __init__(self, engines: RolloutEngines, decode: Decode, run_seed: int, *, derive_seeds: bool = True) -> None:
+        self.engines = engines
         self.decode = decode
         self.run_seed = run_seed
         self.derive_seeds = derive_seeds
-        self.keep_groups = keep_groups
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="episodes")
+
+    def start(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        n: int,
+        split: str,
+        step: int,
+        shared_seed: int | None = None,
+        first_index: int = 0,
+        on_finished: OnFinished | None = None,
+    ) -> Generating:
+        """Begin to sample `n` responses to each prompt.
+
+        Args:
+            on_finished: is given each episode as it finishes, in a thread of its own, while the engines go on with the others. What it
+                raises, `Generating.result` raises.
+        """
+        requests = requests_for(
+            prompts,
+            sampling,
+            n=n,
+            run_seed=self.run_seed,
+            split=split,
+            step=step,
+            shared_seed=shared_seed,
+            first_index=first_index,
+            derive_seeds=self.derive_seeds,
+        )
+
+        def finish(request: GenerationRequest, generation: Generation) -> Episode:
+            episode = episode_from(prompts[request.key.task], request, generation, self.decode)
+            if on_finished is not None:
+                on_finished(episode)
+            return episode
+
+        return Generating(requests, self.engines.submit(requests), finish, self._aside)
 
     def generate(
         self,
@@ -139,65 +196,14 @@ class Rollout:
         first_index: int = 0,
         on_finished: OnFinished | None = None,
     ) -> list[Episode]:
-        """Sample `n` responses to each prompt; blocks until the exact set of requests is back.
-
-        Args:
-            on_finished: is given the episodes that have finished, some at a time, while the engines go on with the others.
-                Together they are the result, in an order that means nothing.
-
-        Returns:
-            len(prompts) * n episodes in canonical order, whatever replica served them and whenever they finished.
-        """
-        requests = requests_for(
+        """`start`, and wait: len(prompts) * n episodes in canonical order, whatever replica served them and whenever they finished."""
+        return self.start(
             prompts,
             sampling,
             n=n,
-            run_seed=self.run_seed,
             split=split,
             step=step,
             shared_seed=shared_seed,
             first_index=first_index,
-            derive_seeds=self.derive_seeds,
-        )
-        shares = assign(requests, self.group.size, keep_groups=self.keep_groups)
-        if on_finished is None:
-            per_replica = self.group.run("generate", shares)
-            return episodes_from(prompts, requests, gather(requests, per_replica), self.decode)
-        by_key = {request.key: request for request in requests}
-        episodes: dict[SampleKey, Episode] = {}
-
-        def tell(generations: Sequence[Generation]) -> None:
-            asked = [by_key[generation.key] for generation in generations]
-            finished = episodes_from(prompts, asked, generations, self.decode)
-            episodes.update((episode.key, episode) for episode in finished)
-            on_finished(finished)
-
-        generations = gather(requests, self._in_portions(shares, tell))
-        return [episodes[generation.key] for generation in generations]
-
-    def _in_portions(
-        self, shares: Sequence[Sequence[GenerationRequest]], tell: Callable[[Sequence[Generation]], None]
-    ) -> list[list[Generation]]:
-        """Each replica's generations, asked for as they finish; `tell` is given every portion."""
-        self.group.run("begin", list(shares))
-        found: list[list[Generation]] = [[] for _ in shares]
-        while counts := _portions([len(share) - len(have) for share, have in zip(shares, found, strict=True)]):
-            finished = self.group.run("finished", counts)
-            for have, new in zip(found, finished, strict=True):
-                have += new
-            if [len(new) for new in finished] != counts:
-                break  # an engine has none left although some are missing; `gather` says which
-            tell([generation for new in finished for generation in new])
-        return found
-
-    def load_weights(self, handle: Any, version: int) -> None:
-        """Give every engine the actor's weights after `version` training steps and clear what was cached under the old ones."""
-        self.group.run("load_weights", tensors=handle, version=version)
-
-
-def _portions(left: Sequence[int]) -> list[int]:
-    """How many of its requests each replica finishes next: half of what is left. Empty when nothing is left.
-
-    A function of counts alone, so all ranks ask alike, and the engines' pauses are the same in every run.
-    """
-    return [min(count, max(-(-count // 2), SMALLEST_PORTION)) for count in left] if any(left) else []
+            on_finished=on_finished,
+        ).result()

@@ -1,4 +1,4 @@
-"""Which replica serves which request, and how the answers come back together.
+"""Which replica serves which request.
 
 Placement is a function of the canonical identities in the batch: it does not depend on load, on arrival or on the order in
 which requests are listed. With batch-invariant engines it could not change results anyway; it makes engine logs and
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from rollout.types import Generation, GenerationRequest, SampleKey
+from rollout.types import GenerationRequest, SampleKey
 
 
 def assign(
@@ -29,38 +29,24 @@ def assign(
         `replicas` lists that together hold every request once; each in canonical order, possibly empty.
 
     Raises:
-        ValueError: no replica, or a key that occurs twice.
+        ValueError: no replica, or a key or a priority that occurs twice.
     """
     if replicas < 1:
         raise ValueError(f"rollout.replicas must be at least 1, got {replicas}")
     repeated = _repeated([request.key for request in requests])
     if repeated:
         raise ValueError(f"requests with the same key in one batch: {_names(repeated)}")
+    priorities = [request.priority for request in requests]
+    if len(set(priorities)) < len(priorities):
+        raise ValueError(
+            "requests with the same priority in one batch: the scheduler would break the tie by arrival time"
+        )
     units: dict[SampleKey, list[GenerationRequest]] = {}
     for request in requests:
         units.setdefault(SampleKey(request.key.task, 0) if keep_groups else request.key, []).append(request)
     shuffled = sorted(units, key=lambda key: (_digest(key), key))
     dealt = [[request for key in shuffled[rank::replicas] for request in units[key]] for rank in range(replicas)]
     return [sorted(share, key=lambda request: request.key) for share in dealt]
-
-
-def gather(requests: Sequence[GenerationRequest], per_replica: Sequence[Sequence[Generation]]) -> list[Generation]:
-    """Join the replicas' answers in canonical order, and check that they are exactly what was asked for.
-
-    Raises:
-        RuntimeError: a generation is missing, came back twice, or was never asked for; the message names the keys.
-    """
-    joined = [generation for generations in per_replica for generation in generations]
-    asked, came = {request.key for request in requests}, [generation.key for generation in joined]
-    problems = {
-        "missing": sorted(asked.difference(came)),
-        "returned twice": _repeated(came),
-        "never asked for": sorted(set(came) - asked),
-    }
-    if any(problems.values()):
-        found = "; ".join(f"{what}: {_names(keys)}" for what, keys in problems.items() if keys)
-        raise RuntimeError(f"the rollout engines' answers do not match the {len(asked)} requests; {found}")
-    return sorted(joined, key=lambda generation: generation.key)
 
 
 def _digest(key: SampleKey) -> bytes:

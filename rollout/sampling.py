@@ -1,6 +1,6 @@
-"""What the loop knows about a rollout engine, and how its settings become the parameters of a request.
+"""How settings become the parameters of a request.
 
-    SamplingConfig (YAML) --sampling_from_config--> Sampling (all explicit) --> GenerationRequest --> RolloutEngine
+    SamplingConfig (YAML) --sampling_from_config--> Sampling (all explicit) --> GenerationRequest --> engine
 
 An engine takes tokens and gives tokens. It inherits nothing from the model directory: every parameter, the end-of-sequence
 ids included, travels with the request.
@@ -9,63 +9,19 @@ ids included, travels with the request.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from rollout.types import Generation, GenerationRequest, Sampling
+from rollout.types import GenerationRequest, Sampling
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from configs.schema import SamplingConfig
+    from configs.schema import RolloutConfig, SamplingConfig
 
 
-class RolloutEngine(Protocol):
-    """One replica. Its process is its own, so it may touch global generators and thread pools."""
-
-    def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
-        """Sample a continuation of every request.
-
-        Returns:
-            One `Generation` a request, in the order of `requests`, whatever order they finished in.
-
-        Raises:
-            ValueError: a request cannot be served as asked (too long for the context, a repeated key or priority, ...).
-        """
-        ...
-
-    def begin(self, requests: list[GenerationRequest]) -> None:
-        """Take a batch on; `finished` then gives it in portions. One batch at a time: what is left of an earlier one is given up.
-
-        Raises:
-            ValueError: see `generate`.
-        """
-        ...
-
-    def finished(self, count: int) -> list[Generation]:
-        """Work until `count` more of the begun requests have finished, and return those, in the order in which they did."""
-        ...
-
-    def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Replace the policy's weights; later generations carry `weight_version=version`.
-
-        Args:
-            tensors: every parameter under its checkpoint name, full (not sharded), on any device, any float dtype.
-            version: number of weight updates these weights have seen.
-
-        Raises:
-            ValueError: a name is missing, unknown or has the wrong shape; the engine must not be used afterwards.
-        """
-        ...
-
-    def facts(self) -> dict[str, Any]:
-        """What is in force in this process, read back, for the run's manifest."""
-        ...
-
-    def close(self) -> None:
-        """Free the engine's memory; safe to call twice."""
-        ...
+def seeds_are_derived(config: RolloutConfig) -> bool:
+    """Whether each request gets a seed of its own (`rollout.deterministic_sampling`, which full determinism includes)."""
+    return config.full_determinism or config.deterministic_sampling
 
 
 def sampling_from_config(config: SamplingConfig, eos_token_ids: Iterable[int]) -> Sampling:
@@ -128,34 +84,20 @@ def find_eos_token_ids(model_path: str | Path, tokenizer_eos: int | None) -> tup
     return tuple(sorted(found))
 
 
-def check_requests(requests: Sequence[GenerationRequest], max_model_len: int) -> None:
-    """Refuse a batch that no engine could serve as asked, before any of it runs.
+def check_request(request: GenerationRequest, max_model_len: int) -> None:
+    """Refuse a request that no engine could serve as asked.
 
     Raises:
-        ValueError: an empty prompt, a prompt and cap beyond the context, or a key or priority that occurs twice.
+        ValueError: an empty prompt, or a prompt and cap beyond the context.
     """
-    keys: set[Any] = set()
-    priorities: set[int] = set()
-    for request in requests:
-        prompt, cap = len(request.prompt_token_ids), request.sampling.max_new_tokens
-        if prompt == 0:
-            raise ValueError(
-                f"{request.key}: the prompt has no tokens; a model needs at least one (a BOS, for example)"
-            )
-        if prompt + cap > max_model_len:
-            raise ValueError(
-                f"{request.key}: {prompt} prompt tokens + {cap} new tokens = {prompt + cap}, but the engine's context "
-                f"(rollout.max_model_len) is {max_model_len}"
-            )
-        if request.key in keys:
-            raise ValueError(f"{request.key} occurs twice in one batch; a key names one generation")
-        if request.priority in priorities:
-            raise ValueError(
-                f"{request.key}: priority {request.priority} occurs twice in one batch; the scheduler would break the tie "
-                "by arrival time"
-            )
-        keys.add(request.key)
-        priorities.add(request.priority)
+    prompt, cap = len(request.prompt_token_ids), request.sampling.max_new_tokens
+    if prompt == 0:
+        raise ValueError(f"{request.key}: the prompt has no tokens; a model needs at least one (a BOS, for example)")
+    if prompt + cap > max_model_len:
+        raise ValueError(
+            f"{request.key}: {prompt} prompt tokens + {cap} new tokens = {prompt + cap}, but the engine's context "
+            f"(rollout.max_model_len) is {max_model_len}"
+        )
 
 
 def _as_ids(listed: Any, file: Path) -> list[int]:

@@ -8,27 +8,17 @@ The log-probabilities are those of the distribution that was sampled: penalties,
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import math
 import secrets
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.episodes import seeds_are_derived
-from rollout.sampling import check_requests
+from rollout.sampling import check_request, seeds_are_derived
 from rollout.types import Generation, GenerationRequest, Sampling
 from rollout.weights import check_weights, checkpoint_shapes
-from workers.vllm_process import (
-    Call,
-    common_arguments,
-    engine_facts,
-    run_requests,
-    start_engine,
-    stop_engine,
-    stream_requests,
-)
+from workers.vllm_process import RunningRequests, common_arguments, engine_facts, start_engine, stop_engine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,9 +29,15 @@ MIN_TEMPERATURE = 0.01
 """vLLM raises any smaller non-zero temperature to this without an error, so it is refused here."""
 
 
+class NonFiniteLogprobError(RuntimeError):
+    """A sampled token has no finite log-probability; names the request."""
+
+
 class VLLMEngine:
-    """One rollout replica (see `rollout.sampling.RolloutEngine`). Build it in a process of its own, with
+    """One rollout replica (see `rollout.engines.RolloutEngine`). Build it in a process of its own, with
     `determinism.environment.process_env` in place before that process started."""
+
+    work = "generate"
 
     def __init__(
         self,
@@ -71,8 +67,10 @@ class VLLMEngine:
             determinism.cpu_kernels.BatchInvarianceError: level D3 cannot be kept here.
         """
         self._version = 0
-        self._running: Generator[Generation, None, None] | None = None
+        self._requests: dict[int, GenerationRequest] = {}
+        self._makers: dict[Sampling, partial[Any]] = {}
         self._device = device
+        self._dtype = config.dtype
         self._max_model_len = max_model_len
         self._shapes = checkpoint_shapes(model_path)
         self._has_tokenizer = _has_tokenizer(tokenizer or model_path)
@@ -97,21 +95,22 @@ class VLLMEngine:
             cpu_linear=cpu_linear,
         )
 
-    def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
-        """Sample every request; see `RolloutEngine.generate`.
+        self._running = RunningRequests(self._engine)
+
+    def add(self, number: int, request: GenerationRequest) -> None:
+        """Take a request on; see `RolloutEngine.add`.
 
         A greedy request (temperature 0) reports log-probabilities at temperature 1.
         """
-        outputs = run_requests(self._engine, self._calls(requests))
-        return [self._generation(request, output) for request, output in zip(requests, outputs, strict=True)]
+        check_request(request, self._max_model_len)
+        params = self._params(request.sampling, request.seed)
+        self._running.add(number, list(request.prompt_token_ids), params, request.priority)
+        self._requests[number] = request
 
-    def begin(self, requests: list[GenerationRequest]) -> None:
-        """Take a batch on; see `RolloutEngine.begin`."""
-        self._running = self._stream(requests, self._calls(requests))
-
-    def finished(self, count: int) -> list[Generation]:
-        """The next `count` generations of the begun batch; see `RolloutEngine.finished`."""
-        return list(itertools.islice(self._running or (), count))
+    def step(self) -> list[tuple[int, Generation]]:
+        """Work for a moment; see `RolloutEngine.step`."""
+        finished = self._running.step()
+        return [(number, self._generation(self._requests.pop(number), output)) for number, output in finished]
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Replace the weights in place; see `RolloutEngine.load_weights`. No request may be running."""
@@ -132,18 +131,6 @@ class VLLMEngine:
         if engine is not None:
             stop_engine(engine)
 
-    def _stream(self, requests: list[GenerationRequest], calls: list[Call]) -> Generator[Generation, None, None]:
-        with contextlib.closing(stream_requests(self._engine, calls)) as outputs:
-            for index, output in outputs:
-                yield self._generation(requests[index], output)
-
-    def _calls(self, requests: list[GenerationRequest]) -> list[Call]:
-        if self._running is not None:
-            self._running.close()  # the loop failed between two portions and goes on with something else
-        check_requests(requests, self._max_model_len)
-        to_params = self._params_maker()
-        return [(list(r.prompt_token_ids), to_params(r.sampling, r.seed), r.priority) for r in requests]
-
     def _reload(self, tensors: Mapping[str, Tensor]) -> None:
         named = [(name, tensor.detach()) for name, tensor in tensors.items()]
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named)})
@@ -160,17 +147,12 @@ class VLLMEngine:
                 "the prefix cache could not be cleared after a weight update; is a request still running?"
             )
 
-    def _params_maker(self) -> Any:
+    def _params(self, sampling: Sampling, seed: int | None) -> Any:
         from vllm import SamplingParams
 
-        makers: dict[Sampling, partial[SamplingParams]] = {}
-
-        def make(sampling: Sampling, seed: int | None) -> SamplingParams:
-            if sampling not in makers:
-                makers[sampling] = partial(SamplingParams, **self._explicit(sampling))
-            return makers[sampling](seed=seed)
-
-        return make
+        if sampling not in self._makers:
+            self._makers[sampling] = partial(SamplingParams, **self._explicit(sampling))
+        return self._makers[sampling](seed=seed)
 
     def _explicit(self, sampling: Sampling) -> dict[str, Any]:
         """vLLM's keyword arguments, every one with a value, so that no default of vLLM or of the model takes part."""
@@ -207,11 +189,19 @@ class VLLMEngine:
         (completion,) = output.outputs
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"{request.key}: the engine ended the request with {completion.finish_reason!r}")
+        # `logprobs=0` gives exactly the sampled token's entry at each position.
+        logprobs = tuple(completion.logprobs.logprobs)
+        wrong = next((i for i, value in enumerate(logprobs) if not math.isfinite(value)), None)
+        if wrong is not None:
+            raise NonFiniteLogprobError(
+                f"{request.key}: the engine gave token {wrong} of the response (id {completion.token_ids[wrong]}) the "
+                f"log-probability {logprobs[wrong]} under weights {self._version}: the model's weights or activations are not finite "
+                f"(seed {request.seed}, prompt of {len(request.prompt_token_ids)} tokens, dtype {self._dtype})"
+            )
         return Generation(
             key=request.key,
             token_ids=tuple(completion.token_ids),
-            # `logprobs=0` gives exactly the sampled token's entry at each position.
-            logprobs=tuple(completion.logprobs.logprobs),
+            logprobs=logprobs,
             finish_reason=completion.finish_reason,
             weight_version=self._version,
         )

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from tests import engine_lab
-from workers.launch.fork_server import ForkServer
-from workers.launch.processes import ProcessGroup, child_environment
+from tests.local_launcher import LocalLauncher
+from workers.launch.group import WorkerGroup
 from workers.vllm_process import PRELOAD
 
 
 class Lab:
     """Calls the methods of an `EngineLab` in its process, and returns their results."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: WorkerGroup) -> None:
         self._group = group
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
@@ -25,32 +25,29 @@ class Lab:
 
 
 @pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Has imported vLLM, once for all labs."""
-    server = ForkServer(child_environment(engine_lab.ENV), PRELOAD, tmp_path_factory.mktemp("forks") / "server.log")
-    yield server
-    server.close()
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalLauncher]:
+    """Starts the labs; its fork server has imported vLLM, once for all."""
+    launcher = LocalLauncher(tmp_path_factory.mktemp("labs"), engine_lab.ENV, PRELOAD, silence_s=0)
+    yield launcher
+    launcher.close()
 
 
-def _open(
-    tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer, name: str, **settings: Any
-) -> Iterator[Lab]:
-    factory = functools.partial(engine_lab.EngineLab, **settings)
-    group = ProcessGroup(name, factory, 1, engine_lab.ENV, tmp_path_factory.mktemp(name), fork_server=fork_server)
+def _open(laboratory: LocalLauncher, name: str, **settings: Any) -> Iterator[Lab]:
+    group = laboratory.engine_group(name, functools.partial(engine_lab.EngineLab, **settings), 1)
     yield Lab(group)
     group.close()
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[Lab]:
+def lab(laboratory: LocalLauncher) -> Iterator[Lab]:
     """Engines under full determinism."""
-    yield from _open(tmp_path_factory, fork_server, "lab")
+    yield from _open(laboratory, "lab")
 
 
 @pytest.fixture(scope="session")
-def stock_lab(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[Lab]:
+def stock_lab(laboratory: LocalLauncher) -> Iterator[Lab]:
     """Engines with vLLM's own linear and attention."""
-    yield from _open(tmp_path_factory, fork_server, "stock_lab", full_determinism=False)
+    yield from _open(laboratory, "stock_lab", full_determinism=False)
 
 
 @pytest.fixture(scope="session")

@@ -33,18 +33,13 @@ class EngineLab:
 
     def generate(self, model: str, requests: list[GenerationRequest], **options: Any) -> list[Generation]:
         """Generations of the engine with these options (RolloutConfig's fields, `max_model_len`, `name`)."""
-        return self._rollout(model, options).generate(requests)
+        return answers(self._rollout(model, options), requests)
 
-    def portions(
-        self, model: str, requests: list[GenerationRequest], counts: list[int], given_up: int = 0, **options: Any
-    ) -> list[list[Generation]]:
-        """Generations in portions of these sizes; `given_up` of another batch were taken before."""
-        engine = self._rollout(model, options)
-        if given_up:
-            engine.begin(requests[::-1])
-            engine.finished(given_up)
-        engine.begin(requests)
-        return [engine.finished(count) for count in counts]
+    def while_at_work(
+        self, model: str, first: list[GenerationRequest], later: list[GenerationRequest], steps: int, **options: Any
+    ) -> list[Generation]:
+        """Generations of `first` and `later`, which come when the engine has made so many steps at `first`."""
+        return answers(self._rollout(model, options), first, later, steps)
 
     def preemptions(
         self, model: str, requests: list[GenerationRequest], **options: Any
@@ -64,7 +59,7 @@ class EngineLab:
 
     def score(self, model: str, token_ids: list[list[int]], **options: Any) -> list[float]:
         """Raw logits of the reward engine with these options (RewardModelConfig's fields)."""
-        return self._reward(model, options).score(token_ids)
+        return answers(self._reward(model, options), token_ids)
 
     def facts(self, model: str, **options: Any) -> dict[str, Any]:
         """The rollout engine's facts."""
@@ -114,9 +109,12 @@ class EngineLab:
         """Send a sampled request without a seed straight to vLLM."""
         from vllm import SamplingParams
 
-        from workers.vllm_process import run_requests
+        from workers.vllm_process import RunningRequests
 
-        run_requests(self._rollout(model, options)._engine, [([1, 2, 3], SamplingParams(max_tokens=2), 0)])
+        running = RunningRequests(self._rollout(model, options)._engine)
+        running.add(0, [1, 2, 3], SamplingParams(max_tokens=2))
+        while not running.step():
+            pass
 
     def install(self, **settings: Any) -> dict[str, Any]:
         """Install kernels with other settings beside the present ones."""
@@ -168,9 +166,26 @@ class EngineLab:
 
         setattr(scheduler, method, counting)
         try:
-            return engine.generate(requests), calls[0]
+            return answers(engine, requests), calls[0]
         finally:
             delattr(scheduler, method)
+
+
+def answers(engine: Any, requests: list[Any], later: list[Any] | None = None, steps: int = 0) -> list[Any]:
+    """What an engine gives for `requests`, and for those that come `later`, after so many steps; in their order."""
+    found: dict[int, Any] = {}
+    for number, request in enumerate(requests):
+        engine.add(number, request)
+    later = list(later or ())
+    total, made = len(requests) + len(later), 0
+    while len(found) < total:
+        if later and made >= steps:
+            for number, request in enumerate(later, len(requests)):
+                engine.add(number, request)
+            later = []
+        found.update(engine.step())
+        made += 1
+    return [found[number] for number in range(total)]
 
 
 def burst(count: int = 36, max_prompt: int = 110, seed: int = 0, **sampling: Any) -> list[GenerationRequest]:

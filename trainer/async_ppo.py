@@ -1,75 +1,113 @@
-"""Bounded staleness: generation runs up to `rollout.max_head_offpolicyness` steps ahead of training.
+"""Bounded staleness: generation may run up to `rollout.max_head_offpolicyness` steps ahead of training.
 
     engines   gen 1 | gen 2 (weights 0) | gen 3 (weights 1) | ...
     trainer          | step 1            | step 2            | ...
 
 The samples of step s come from weights that are at most k updates older than a synchronous run's. Which exact version serves
-a step depends on timing, so full determinism refuses k > 0 (levels D1 to D5). Everything else is `trainer/ppo.py`.
+a step depends on timing, so full determinism refuses k > 0 (levels D1 to D5). With k = 0 nothing runs ahead: step s is asked for when it is
+its turn, and sampled with the weights after s - 1 steps.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from reward.scoring import Scoring
+from reward.pending import PendingRewards
+from rollout.episodes import Generating
 from rollout.types import Episode, Prompt
-from trainer.ppo import PPO
+from trainer.data.sampler import PromptSampler
 
 
-class AsyncPPO(PPO):
-    """PPO whose rollouts run ahead in a thread. Needs the Ray launcher: there the loop is one process, and only its own
-    thread waits for the engines while the trainer ranks work."""
+class StalenessError(RuntimeError):
+    """An engine sampled with older weights than the bound allows."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.ahead: deque[tuple[list[Prompt], dict[str, Any], Future[list[Episode]]]] = deque()
-        self.started = 0
-        self.sampler_state: dict[str, Any] | None = None
-        # One generation at a time; weights and validation take their turn between two of them.
-        self.engines = threading.Lock()
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="rollout-ahead")
 
-    def fit(self) -> None:
-        """Train to the last step; generations that nobody needs any more are not waited for."""
-        try:
-            super().fit()
-        finally:
-            self.pool.shutdown(wait=False, cancel_futures=True)
+@dataclass(frozen=True)
+class StalenessBound:
+    """How far samples may lag behind.
 
-    def next_episodes(self, step: int, scoring: Scoring) -> tuple[list[Prompt], list[Episode]]:
-        """The oldest generation in flight, after starting those that the bound allows."""
-        self.started = max(self.started, step - 1)
-        while self.started < min(step + self.config.rollout.max_head_offpolicyness, self.total_steps):
-            self.started += 1
-            prompts = self.parts.sampler.next_batch()
-            state = self.parts.sampler.state_dict()
-            self.ahead.append((prompts, state, self.pool.submit(self._generate, prompts, self.started)))
-        prompts, self.sampler_state, future = self.ahead.popleft()
-        return prompts, future.result()
+    Example:
+        >>> StalenessBound(0).newest_step(synced=4), StalenessBound(2).newest_step(synced=4)
+        (5, 7)
+    """
 
-    def sync_weights(self, step: int) -> None:
-        """Between two generations, never within one."""
-        with self.engines:
-            super().sync_weights(step)
+    lag: int
+    """`rollout.max_head_offpolicyness`: weight versions."""
 
-    def validate(self, step: int, metrics: dict[str, float]) -> None:
-        """Validation has the engines to itself."""
-        with self.engines:
-            super().validate(step, metrics)
+    def newest_step(self, synced: int) -> int:
+        """The last step whose samples may be asked for once the weights after `synced` steps have been sent to the engines."""
+        return synced + 1 + self.lag
 
-    def busy_seconds(self) -> dict[str, float]:
-        """Nothing: asking an engine that generates ahead would wait for it."""
-        return {}
+    def check(self, episodes: Sequence[Episode], step: int) -> None:
+        """Refuse samples that are too old.
 
-    def state_dict(self) -> dict[str, Any]:
-        """The sampler's position is that of the trained batch, not of those generated ahead; they are generated again."""
-        state = super().state_dict()
-        return {**state, "sampler": self.sampler_state or state["sampler"]}
+        Raises:
+            StalenessError: names the first such sample, its weights and the bound.
+        """
+        for episode in episodes:
+            if step > self.newest_step(episode.weight_version):
+                raise StalenessError(
+                    f"step {step}: {episode.key} was sampled with the weights after {episode.weight_version} steps; "
+                    f"rollout.max_head_offpolicyness={self.lag} allows those after {step - 1 - self.lag} at the oldest"
+                )
 
-    def _generate(self, prompts: Sequence[Prompt], step: int) -> list[Episode]:
-        with self.engines:
-            return self.generate(prompts, step)
+
+class _Asked(NamedTuple):
+    prompts: list[Prompt]
+    sampler: dict[str, Any]
+    """The sampler's position behind these prompts."""
+    generating: Generating
+    pending: PendingRewards
+
+
+Start = Callable[[Sequence[Prompt], int], tuple[Generating, PendingRewards]]
+
+
+class RolloutsAhead:
+    """Asks for the samples of coming steps as early as the bound allows, and hands them out in order.
+
+    Args:
+        start: begins to sample and score prompts for a step.
+        sampler: gives the prompts.
+        lag: `rollout.max_head_offpolicyness`.
+        total_steps: the last step.
+    """
+
+    def __init__(self, start: Start, sampler: PromptSampler, lag: int, total_steps: int) -> None:
+        self._start = start
+        self._sampler = sampler
+        self._bound = StalenessBound(lag)
+        self._total_steps = total_steps
+        self._waiting: deque[_Asked] = deque()
+        self._asked = 0
+        self._position: dict[str, Any] | None = None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether samples of later steps are in the making."""
+        return bool(self._waiting)
+
+    def next(self, step: int) -> tuple[list[Prompt], list[Episode], PendingRewards]:
+        """The samples of `step`, after asking for those of later steps that the bound allows; waits for its own.
+
+        Raises:
+            StalenessError: an engine used older weights than allowed.
+            WorkerError: an engine failed.
+        """
+        self._asked = max(self._asked, step - 1)
+        while self._asked < min(self._bound.newest_step(step - 1), self._total_steps):
+            self._asked += 1
+            prompts = self._sampler.next_batch()
+            position = self._sampler.state_dict()
+            self._waiting.append(_Asked(prompts, position, *self._start(prompts, self._asked)))
+        prompts, self._position, generating, pending = self._waiting.popleft()
+        episodes = generating.result()
+        self._bound.check(episodes, step)
+        return prompts, episodes, pending
+
+    def sampler_state(self) -> dict[str, Any]:
+        """For a checkpoint: the position behind the batch that was trained. What is in the making is made again after a resume."""
+        return self._position if self._waiting and self._position is not None else self._sampler.state_dict()

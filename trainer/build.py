@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,15 +17,15 @@ from configs.compose import to_dict
 from configs.problems import UserError
 from configs.roles import roles_needed
 from configs.schema import Config
-from determinism.environment import check_facts, facts, process_env
+from determinism.environment import check_facts, facts
 from determinism.ledger import Ledger
 from determinism.manifest import write_manifest
 from reward.manager import RewardManager
 from reward.model import check_reward_model
-from rollout.episodes import Rollout, seeds_are_derived
-from rollout.sampling import find_eos_token_ids
+from rollout.engines import RolloutEngines, engine_class
+from rollout.episodes import Rollout
+from rollout.sampling import find_eos_token_ids, seeds_are_derived
 from trainer.algorithms.kl import controller
-from trainer.async_ppo import AsyncPPO
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.data.prompts import load_tokenizer
 from trainer.data.sampler import PromptData, PromptSampler
@@ -38,8 +39,8 @@ from trainer.run_dir import RunDirectory
 from trainer.tiny import resolve
 from trainer.tracking import Tracker
 from trainer.validation import Validation
-from workers.launch.calls import BUSY
-from workers.launch.group import Launcher, WorkerFactory, WorkerGroup
+from workers.launch.group import WorkerFactory, WorkerGroup
+from workers.launch.launcher import Launcher
 from workers.launch.resources import resolve_device
 
 logger = logging.getLogger(__name__)
@@ -127,10 +128,8 @@ def trainer_group(config: Config, launcher: Launcher, roles: list[str]) -> Worke
 
 def rollout_engine(config: Config, context: int, device: str) -> WorkerFactory:
     """What makes a rollout engine in its process; `context` as in `Inputs`."""
-    from rollout.vllm_engine import VLLMEngine
-
     return functools.partial(
-        VLLMEngine,
+        engine_class(config.rollout.engine),
         config.model.path,
         config=config.rollout,
         max_model_len=context,
@@ -156,15 +155,12 @@ def engine_groups(
     """Rollout engines, and reward engines when a reward model is set."""
     from reward.model import RewardModelEngine
 
-    env = process_env(config.full_determinism, config.determinism.threads, device)
     rollout = launcher.engine_group(
         "rollout",
         rollout_engine(config, inputs.context, device),
         config.rollout.replicas,
-        env,
         start_timeout_s=config.rollout.start_timeout_s,
         gpus=config.rollout.tensor_parallel_size,
-        wait=False,
     )
     reward = config.reward.model
     if reward.path is None:
@@ -172,9 +168,7 @@ def engine_groups(
     context = reward.max_model_len or inputs.context
     shared = _shared_settings(config, device)
     scoring = functools.partial(RewardModelEngine, reward.path, config=reward, max_model_len=context, **shared)
-    return rollout, launcher.engine_group(
-        "reward", scoring, reward.replicas, env, start_timeout_s=reward.start_timeout_s, wait=False
-    )
+    return rollout, launcher.engine_group("reward", scoring, reward.replicas, start_timeout_s=reward.start_timeout_s)
 
 
 def total_steps(config: Config, sampler: PromptSampler) -> int:
@@ -218,17 +212,15 @@ def start_engines(config: Config, launcher: Launcher, run: RunDirectory, inputs:
         config.reward,
         model_group=reward_group,
         tokenizer=reward_tokenizer(config),
-        launcher=launcher,
         log_dir=run.logs,
         model_context=config.reward.model.max_model_len or inputs.context,
     )
     stack.callback(reward.close)
     rollout = Rollout(
-        rollout_group,
+        RolloutEngines(rollout_group, keep_groups=config.rollout.serialize_group_samples),
         inputs.train.codec.decode,
         config.rollout.seed,
         derive_seeds=seeds_are_derived(config.rollout),
-        keep_groups=config.rollout.serialize_group_samples,
     )
     return Engines(rollout, reward, groups)
 
@@ -252,46 +244,40 @@ def assemble(
     engines = start_engines(config, launcher, run, inputs, stack)
     trainers = trainer_group(config, launcher, roles)
     stack.callback(trainers.close)
+    trainers.ready()
     checked = engines.check(config, inputs)
     sampler = PromptSampler(inputs.train, config.data.prompts_per_step, config.data.seed, config.data.shuffle)
     state = checkpoint.state() if checkpoint else None
     steps = total_steps(config, sampler)
-    tracker = None
-    if launcher.is_main:
-        tracker = Tracker(
-            config.tracking,
-            run,
-            config.run.name,
-            to_dict(config),
-            steps,
-            run_id=state["tracker_run_id"] if state else None,
-            first_step=checkpoint.step if checkpoint else 0,
-        )
+    tracker = Tracker(
+        config.tracking,
+        run,
+        config.run.name,
+        to_dict(config),
+        steps,
+        run_id=state["tracker_run_id"] if state else None,
+        first_step=checkpoint.step if checkpoint else 0,
+    )
     parts = Parts(
         sampler=sampler,
         rollout=engines.rollout,
         reward=engines.reward,
         models=RemoteModels(trainers, config.rollout.sampling.temperature, config.rollout.sampling.max_new_tokens),
         validation=validation_of(config, engines, inputs),
-        ledger=Ledger(run.path, config.ledger.record, is_main=launcher.is_main),
+        ledger=Ledger(run.path, config.ledger.record),
         record=Record(run, tracker, config.tracking.save_episodes, config.tracking.log_samples),
         store=CheckpointStore(run.checkpoints, config.trainer.keep_last, config.trainer.keep_every),
         kl=controller(config.algorithm.kl),
-        on_main=launcher.on_main,
         pad_id=inputs.tokenizer.pad_token_id if inputs.tokenizer.pad_token_id is not None else inputs.eos_ids[0],
         eos_ids=inputs.eos_ids,
         roles=roles,
         groups={"trainer": trainers, **engines.groups},
     )
-    loop = AsyncPPO if config.rollout.max_head_offpolicyness > 0 else PPO
-    ppo = loop(config, parts, steps)
+    ppo = PPO(config, parts, steps)
     if checkpoint and state:
-        trainers.run("load", path=str(checkpoint.workers))
+        parts.models.load(checkpoint.workers)
         ppo.load_state_dict(state)
-    groups = parts.groups
-    processes = {name: group.run("facts") for name, group in groups.items()}
-    starts = {name: [busy["start"] for busy in group.run(BUSY)] for name, group in groups.items()}
-    launcher.on_main(lambda: record_manifest(config, run, inputs, processes, checked, starts))
+    record_manifest(config, run, inputs, parts.groups, checked)
     return ppo
 
 
@@ -311,24 +297,28 @@ def record_manifest(
     config: Config,
     run: RunDirectory,
     inputs: Inputs,
-    processes: dict[str, list[dict[str, Any]]],
-    checked: EngineCheck | None = None,
-    starts: dict[str, list[float]] | None = None,
+    groups: Mapping[str, WorkerGroup],
+    checked: EngineCheck | None,
 ) -> None:
-    """Write what was in force in each process, as read back there; under full determinism also insist on it.
+    """Write what is in force in each process, as read back there; under full determinism also insist on it.
 
     Args:
+        groups: every worker group by name.
         checked: the engine check at start, for people to read; None when there was none.
-        starts: seconds that each process took to make its worker, for people to read.
 
     Raises:
         EnvironmentNotPinned: a process does not have what full determinism asked for; names it.
     """
-    named = {f"{name}/{i}": found for name, group in processes.items() for i, found in enumerate(group)}
+    named = {f"{name}/{i}": found for name, group in groups.items() for i, found in enumerate(group.run("facts"))}
     named["driver"] = facts()
     if config.full_determinism:
         for name, found in named.items():
             check_facts(name, found, config.determinism.threads)
     digests = input_digests(config, roles_needed(config), inputs.train.prompts, inputs.validation.prompts)
-    informative = {"engine_check": checked.as_dict() if checked else None, "start_s": starts}
+    # For people to read: how long each process took to make its worker, and on which machine it is.
+    informative = {
+        "engine_check": checked.as_dict() if checked else None,
+        "start_s": {name: group.start_s for name, group in groups.items()},
+        "hosts": {name: group.hosts for name, group in groups.items()},
+    }
     write_manifest(run.manifest, to_dict(config), named, digests, informative)

@@ -167,19 +167,17 @@ def write_checkpoint(
     step: int,
     state: dict[str, Any],
     save_workers: Callable[[Path], None],
-    on_main: Callable[[Callable[[], Any]], Any],
 ) -> None:
-    """Save one step: the main process opens and seals, every worker writes its shard in between.
+    """Save one step: every worker writes its shard between the opening and the sealing.
 
     Args:
         state: the loop's own state, JSON values only.
-        save_workers: writes the workers' state into the given directory; called on every process of the loop.
-        on_main: runs a function in the main process and gives every process its result.
+        save_workers: writes the workers' state into the given directory.
     """
-    temporary = on_main(lambda: store.begin(step))
+    temporary = store.begin(step)
     try:
         save_workers(temporary / WORKERS)
-        on_main(lambda: store.finish(temporary, state).step)
+        store.finish(temporary, state)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

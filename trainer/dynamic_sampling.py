@@ -26,7 +26,7 @@ from trainer.algorithms.advantages import varied_groups
 PREFIX = "data/dynamic_sampling"
 
 
-class ScoredBatch(NamedTuple):
+class RewardedBatch(NamedTuple):
     """A step's prompts with what was sampled for them; `episodes` and `scores` in canonical order."""
 
     prompts: list[Prompt]
@@ -45,11 +45,11 @@ class _Group(NamedTuple):
     """Whether any sample was scored."""
 
 
-Draw = Callable[[int, int], ScoredBatch]
+Draw = Callable[[int, int], RewardedBatch]
 """(number of prompts, requests already made in this step) -> further groups, scored."""
 
 
-def fill_with_varied_groups(batch: ScoredBatch, settings: DynamicSamplingConfig, draw: Draw) -> ScoredBatch:
+def fill_with_varied_groups(batch: RewardedBatch, settings: DynamicSamplingConfig, draw: Draw) -> RewardedBatch:
     """Replace the groups of `batch` that teach nothing.
 
     Args:
@@ -85,7 +85,7 @@ def fill_with_varied_groups(batch: ScoredBatch, settings: DynamicSamplingConfig,
         for episode in group.episodes
     ]
     scores = [score for group in chosen for score in group.scores]
-    return ScoredBatch([group.prompt for group in chosen], episodes, scores, metrics)
+    return RewardedBatch([group.prompt for group in chosen], episodes, scores, metrics)
 
 
 def _choose(drawn: list[_Group], wanted: int) -> list[_Group]:
@@ -94,7 +94,7 @@ def _choose(drawn: list[_Group], wanted: int) -> list[_Group]:
     return [drawn[i] for i in sorted(best)]
 
 
-def _groups(batch: ScoredBatch) -> list[_Group]:
+def _groups(batch: RewardedBatch) -> list[_Group]:
     # In float32, as they are trained on: rewards that differ by less give no advantage either.
     totals = torch.tensor([0.0 if score.dropped else score.total for score in batch.scores], dtype=torch.float32)
     keep = torch.tensor([not score.dropped for score in batch.scores])

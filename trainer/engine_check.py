@@ -20,6 +20,7 @@ from configs.problems import UserError
 from configs.schema import Config
 from determinism.seeds import derive_seed, permutation
 from determinism.selfcheck import Answer, Difference, Trial, first_difference
+from rollout.engines import ask_each
 from rollout.types import Generation, GenerationRequest, SampleKey, Sampling
 from workers.launch.group import WorkerGroup
 
@@ -93,7 +94,7 @@ def check_engines(config: Config, rollout: WorkerGroup, reward: WorkerGroup | No
         EngineCheckError: names the engines, the first differing request and token, and the ways out.
     """
     for group in filter(None, (rollout, reward)):
-        group.run("facts")  # engines may still be starting, and waiting for them is not the check's time
+        group.ready()  # engines may still be starting, and waiting for them is not the check's time
     start = time.perf_counter()
     requests = burst(vocabulary(config.model.path), context, SHORT)
     found = first_difference(rollout_trials(rollout, requests, short_plans(len(requests))))
@@ -259,7 +260,7 @@ def rollout_trials(group: WorkerGroup, requests: Sequence[GenerationRequest], pl
         for chunk in plan.chunks:
             # The place in the chunk is the priority, so that another order is another schedule too.
             asked = [replace(requests[position], priority=place) for place, position in enumerate(chunk)]
-            for found, generations in zip(answers, group.run("generate", [asked] * group.size), strict=True):
+            for found, generations in zip(answers, ask_each(group, asked), strict=True):
                 found |= {p: _answer(generation) for p, generation in zip(chunk, generations, strict=True)}
         trials += _trials(plan, answers, len(requests))
     return trials
@@ -272,7 +273,7 @@ def reward_trials(group: WorkerGroup, inputs: Sequence[list[int]], plans: Sequen
         answers: list[dict[int, Answer]] = [{} for _ in range(group.size)]
         for chunk in plan.chunks:
             asked = [inputs[position] for position in chunk]
-            for found, scores in zip(answers, group.run("score", [asked] * group.size), strict=True):
+            for found, scores in zip(answers, ask_each(group, asked), strict=True):
                 found |= {p: Answer((), (float(score),)) for p, score in zip(chunk, scores, strict=True)}
         trials += _trials(plan, answers, len(inputs))
     return trials

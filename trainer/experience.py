@@ -135,12 +135,8 @@ class LeafPlan:
             raise ValueError(f"{len(order)} sequences can't be cut into leaves of {fsdp.leaf_size}")
         return cls(tuple(torch.tensor(order).split(fsdp.leaf_size)))
 
-    def cut(self, tokens: TokenBatch) -> list[TokenBatch]:
-        """The leaves, each as wide as its own longest sequence."""
-        return [tokens.select(rows) for rows in self.rows]
-
     def paste(self, per_leaf: Sequence[Tensor], width: int) -> Tensor:
-        """Undo `cut` for one tensor a leaf ([rows of the leaf, t]): [N, width], zeros in the padding."""
+        """One tensor a leaf ([rows of the leaf, t]) as one of the batch: [N, width], zeros in the padding."""
         count = sum(len(rows) for rows in self.rows)
         whole = torch.zeros((count, width), dtype=per_leaf[0].dtype)
         for rows, values in zip(self.rows, per_leaf, strict=True):
@@ -177,8 +173,12 @@ def _within_budget(order: Sequence[int], lengths: Tensor, budget: int) -> Iterat
     yield torch.tensor(leaf)
 
 
-def loss_totals(leaves: Sequence[TokenBatch], max_response_tokens: int) -> LossTotals:
-    """Counts over a mini-batch's leaves; at least 1 each, so that an all-masked mini-batch has loss 0, not NaN."""
-    tokens = sum(int(leaf.mask.sum()) for leaf in leaves)
-    sequences = sum(int(leaf.mask.any(dim=1).sum()) for leaf in leaves)
+def loss_totals(masks: Sequence[Tensor], max_response_tokens: int) -> LossTotals:
+    """Counts over a mini-batch; at least 1 each, so that an all-masked mini-batch has loss 0, not NaN.
+
+    Args:
+        masks: of each leaf [rows of the leaf, T] bool, True at trained tokens.
+    """
+    tokens = sum(int(mask.sum()) for mask in masks)
+    sequences = sum(int(mask.any(dim=1).sum()) for mask in masks)
     return LossTotals(max(tokens, 1), max(sequences, 1), max_response_tokens)

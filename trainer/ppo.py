@@ -3,7 +3,7 @@
     prompts -> episodes -> experience -> log-probabilities, values -> advantages -> critic, actor -> weights out
                   └─> scores, in the background ─────────────────────┘
 
-The same loop runs under Ray (one driver) and under torchrun (every rank runs it, see `workers/launch/group.py`).
+One driver runs the loop under every launcher (`workers/launch/launcher.py`).
 Source: Schulman et al. 2017 (PPO); Ziegler et al. 2019 and Ouyang et al. 2022 (the language-model form).
 """
 
@@ -21,25 +21,26 @@ from torch import Tensor
 from configs.schema import Config
 from determinism.ledger import Ledger
 from reward.manager import RewardManager
-from reward.scoring import Scoring
-from rollout.episodes import OnFinished, Rollout
+from reward.pending import PendingRewards
+from rollout.episodes import Generating, OnFinished, Rollout
 from rollout.sampling import sampling_from_config
 from rollout.types import Episode, Prompt, Score
 from trainer.algorithms.advantages import AdvantageInputs, compute_advantages, estimator
 from trainer.algorithms.kl import KlController, kl_estimate, penalised_rewards, sequence_kl
 from trainer.algorithms.losses import policy_loss_from_config, value_loss_from_config
 from trainer.algorithms.shaping import bootstrap_values, shape_scores, trained_mask
+from trainer.async_ppo import RolloutsAhead
 from trainer.checkpoint import CheckpointStore, write_checkpoint
 from trainer.data.sampler import PromptSampler
-from trainer.dynamic_sampling import ScoredBatch, fill_with_varied_groups
+from trainer.dynamic_sampling import RewardedBatch, fill_with_varied_groups
 from trainer.experience import Experience, LeafPlan
 from trainer.metrics import batch_metrics, mean_metrics, mean_of
 from trainer.record import Record
 from trainer.remote_models import MiniBatchResult, RemoteModels
 from trainer.timing import Timing
 from trainer.validation import Validation
-from workers.launch.calls import BUSY
 from workers.launch.group import WorkerGroup
+from workers.launch.service import BUSY
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,6 @@ class Parts:
     record: Record
     store: CheckpointStore
     kl: KlController
-    on_main: Callable[[Callable[[], Any]], Any]
     pad_id: int
     eos_ids: tuple[int, ...]
     roles: Sequence[str]
@@ -89,6 +89,9 @@ class PPO:
         self.estimator = estimator(config.algorithm.advantage.name)
         self.new_timing: Callable[[], Timing] = Timing
         self.timing = self.new_timing()
+        self.rollouts = RolloutsAhead(
+            self.start_rollouts, parts.sampler, config.rollout.max_head_offpolicyness, total_steps
+        )
         self.stop_after = total_steps
         """Last step of this process; a replay stops earlier than the run did."""
 
@@ -116,11 +119,10 @@ class PPO:
 
     def step(self, step: int) -> dict[str, float]:
         """One PPO step; returns its metrics."""
-        scoring = self.parts.reward.begin()
         with self.timing("gen"):
-            prompts, episodes = self.next_episodes(step, scoring)
-        scoring.complete(episodes)
-        batch = self.scored(prompts, episodes, scoring, step) if self.scores_choose else None
+            prompts, episodes, pending = self.rollouts.next(step)
+        pending.complete(episodes)
+        batch = self.with_rewards(prompts, episodes, pending, step) if self.scores_choose else None
         if batch is not None:
             prompts, episodes = batch.prompts, batch.episodes
         experience = Experience.from_episodes(episodes, batch and batch.scores, self.parts.pad_id)
@@ -128,7 +130,7 @@ class PPO:
         experience, entropy = self.add_logprobs(experience, step)
         experience, bootstrap = self.add_values(experience, step)
         # Until here the rewards were in the making; where nothing depended on them, they are waited for only now.
-        batch = batch or self.scored(prompts, episodes, scoring, step)
+        batch = batch or self.with_rewards(prompts, episodes, pending, step)
         experience = experience.scored(batch.scores)
         self.record_scores(step, experience, batch.scores)
         greedy = self.greedy_scores(prompts, step)
@@ -148,22 +150,22 @@ class PPO:
         staleness = {"rollout/staleness_mean": mean_of([float(step - 1 - e.weight_version) for e in episodes])}
         return {**metrics, **entropy, **batch.metrics, **critic, **actor, **staleness}
 
-    def next_episodes(self, step: int, scoring: Scoring) -> tuple[list[Prompt], list[Episode]]:
-        """The step's prompts and episodes, sampled with the weights of the step before (`async_ppo.py` runs ahead)."""
-        prompts = self.parts.sampler.next_batch()
-        return prompts, self.generate(prompts, step, on_finished=scoring.add)
+    def start_rollouts(self, prompts: Sequence[Prompt], step: int) -> tuple[Generating, PendingRewards]:
+        """Begin to sample the training episodes of `prompts`; each is scored as it finishes."""
+        pending = self.parts.reward.begin()
+        return self.sample(prompts, step, on_finished=pending.add), pending
 
-    def generate(
+    def sample(
         self, prompts: Sequence[Prompt], step: int, first_index: int = 0, on_finished: OnFinished | None = None
-    ) -> list[Episode]:
-        """Sample the training episodes of `prompts`.
+    ) -> Generating:
+        """Ask for `rollout.sampling.n` samples of each prompt.
 
         Args:
             first_index: requests made in this step before.
-            on_finished: see `Rollout.generate`.
+            on_finished: see `Rollout.start`.
         """
         sampling = self.config.rollout.sampling
-        return self.parts.rollout.generate(
+        return self.parts.rollout.start(
             prompts,
             self.sampling,
             n=sampling.n,
@@ -179,42 +181,47 @@ class PPO:
         """Whether rewards decide which samples are trained on. Then they are needed before the trainer can work."""
         return self.config.algorithm.dynamic_sampling.enable or self.config.reward.on_error == "drop"
 
-    def scored(self, prompts: list[Prompt], episodes: list[Episode], scoring: Scoring, step: int) -> ScoredBatch:
+    def with_rewards(
+        self, prompts: list[Prompt], episodes: list[Episode], pending: PendingRewards, step: int
+    ) -> RewardedBatch:
         """The batch with its rewards, and with other groups in the place of those that teach nothing, if so set."""
         with self.timing("reward"):
-            scores, metrics = self.parts.reward.score(episodes, scoring)
+            scores, metrics = self.parts.reward.score(episodes, pending)
         return fill_with_varied_groups(
-            ScoredBatch(prompts, episodes, scores, metrics),
+            RewardedBatch(prompts, episodes, scores, metrics),
             self.config.algorithm.dynamic_sampling,
             lambda count, requests: self.further_groups(step, count, requests),
         )
 
-    def further_groups(self, step: int, count: int, requests: int) -> ScoredBatch:
+    def further_groups(self, step: int, count: int, requests: int) -> RewardedBatch:
         """`count` prompts more than the step's batch, sampled and scored (`trainer/dynamic_sampling.py`)."""
         with self.timing("gen"):
             prompts = self.parts.sampler.more(count)
-            episodes = self.generate(prompts, step, requests)
+            episodes = self.sample(prompts, step, requests).result()
         with self.timing("reward"):
             scores, metrics = self.parts.reward.score(episodes, all_may_drop=True)
-        return ScoredBatch(prompts, episodes, scores, metrics)
+        return RewardedBatch(prompts, episodes, scores, metrics)
 
     def sync_weights(self, step: int) -> None:
-        """Give the engines the actor's weights after `step` training steps."""
-        self.parts.rollout.load_weights(self.parts.models.group.export("export_weights"), step)
+        """Give the engines the actor's weights after `step` training steps; those that are at work for a later step finish that first."""
+        engines = self.parts.rollout.engines
+        engines.load_weights(self.parts.models.weights(), step)
+        if not self.rollouts.ahead:
+            engines.wait_for_weights()
 
     def add_logprobs(self, experience: Experience, step: int) -> tuple[Experience, dict[str, float]]:
         """The actor's log-probabilities before any update, and the reference's."""
         width = experience.tokens.input_ids.shape[1]
         with self.timing("old_log_prob"):
             plan = self.plan("actor", experience, step)
-            logprobs, entropy = self.parts.models.logprobs("actor", plan.cut(experience.tokens))
+            logprobs, entropy = self.parts.models.logprobs("actor", experience.tokens, plan)
             experience = experience.with_tokens(old_logprobs=plan.paste(logprobs, width))
             self.parts.ledger.add("old_logprobs", experience.tokens.old_logprobs)
         mean_entropy = plan.paste(entropy, width).double().sum() / max(int(experience.tokens.mask.sum()), 1)
         if "ref" in self.parts.roles:
             with self.timing("ref"):
                 plan = self.plan("ref", experience, step)
-                logprobs, _ = self.parts.models.logprobs("ref", plan.cut(experience.tokens))
+                logprobs, _ = self.parts.models.logprobs("ref", experience.tokens, plan)
                 experience = experience.with_tokens(ref_logprobs=plan.paste(logprobs, width))
                 self.parts.ledger.add("ref_logprobs", experience.tokens.ref_logprobs)
         return experience, {"actor/entropy": float(mean_entropy)}
@@ -226,11 +233,9 @@ class PPO:
         with self.timing("values"):
             plan = self.plan("critic", experience, step)
             # One column more asks for the value after the last token too; causal attention keeps the others as they are.
-            after_last = (
-                experience.tokens.with_end() if self.config.algorithm.truncated == "bootstrap" else experience.tokens
-            )
-            width = after_last.input_ids.shape[1]
-            values = plan.paste(self.parts.models.values(plan.cut(after_last)), width)
+            with_end = self.config.algorithm.truncated == "bootstrap"
+            width = experience.tokens.input_ids.shape[1] + with_end
+            values = plan.paste(self.parts.models.values(experience.tokens, plan, with_end), width)
             last = values.gather(1, experience.tokens.lengths.clamp(max=width - 1)[:, None])[:, 0]
             values = torch.where(experience.tokens.mask, values[:, : experience.tokens.input_ids.shape[1]], 0.0)
             self.parts.ledger.add("values", values)
@@ -297,11 +302,10 @@ class PPO:
             return {}
         settings = getattr(self.config, role)
         plan = self.plan(role, experience, step)
-        leaves = plan.cut(experience.tokens)
         results: list[MiniBatchResult] = []
         for epoch in range(settings.ppo_epochs):
             batches = plan.epoch(settings.mini_batch_size, self.config.seed, role, step, epoch)
-            results += self.parts.models.update(role, leaves, batches, loss)
+            results += self.parts.models.update(role, experience.tokens, plan, batches, loss)
         for i, result in enumerate(results):
             self.parts.ledger.add(f"{role}_update/{i}/loss", [result.loss])
             self.parts.ledger.add(f"{role}_update/{i}/grad_norm", [result.grad_norm])
@@ -397,16 +401,13 @@ class PPO:
 
     def save(self) -> None:
         """Write a checkpoint of everything that the next step depends on."""
-        group = self.parts.models.group
-        write_checkpoint(
-            self.parts.store, self.done, self.state_dict(), lambda path: _save_workers(group, path), self.parts.on_main
-        )
+        write_checkpoint(self.parts.store, self.done, self.state_dict(), self.parts.models.save)
 
     def state_dict(self) -> dict[str, Any]:
         """The loop's own state; weights and optimizers are the workers'."""
         return {
             "step": self.done,
-            "sampler": self.parts.sampler.state_dict(),
+            "sampler": self.rollouts.sampler_state(),
             "kl": self.parts.kl.state_dict(),
             "reward": self.parts.reward.state_dict(),
             "skipped_in_a_row": dict(self.skipped_in_a_row),
@@ -440,7 +441,3 @@ def update_metrics(role: str, results: Sequence[MiniBatchResult]) -> dict[str, f
 def _reward_estimator(name: str) -> str:
     """The full-vocabulary KL exists in the loss only; what is logged beside it is the low-variance k3."""
     return "k3" if name == "full" else name
-
-
-def _save_workers(group: Any, path: Any) -> None:
-    group.run("save", path=str(path))

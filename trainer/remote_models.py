@@ -1,21 +1,25 @@
-"""Actor, reference and critic as the loop sees them: leaves in, per-leaf tensors out, whatever the number of ranks.
+"""Actor, reference and critic as the loop sees them: a batch and its leaves in, per-leaf tensors out, whatever the number of ranks.
 
 Leaves are dealt to ranks like cards (leaf `slot * ranks + rank`), so that the canonical sum over leaves has the same
-shape at 1, 2 and 4 ranks; results come back in leaf order.
+shape at 1, 2 and 4 ranks; results come back in leaf order. The batch itself is placed on the ranks once a step: a call names rows, and
+only columns that are new (old log-probabilities, advantages) or have changed travel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from trainer.experience import loss_totals
+from trainer.experience import LeafPlan, loss_totals
 from trainer.metrics import combine_metrics
 from workers.launch.group import WorkerGroup, deal, undeal
-from workers.models.batch import MiniBatch, TokenBatch
+from workers.launch.transport import Blob
+from workers.models.batch import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -47,33 +51,55 @@ class RemoteModels:
         self.group = group
         self.temperature = temperature
         self.max_response_tokens = max_response_tokens
+        self._placed: dict[str, Tensor] = {}
 
-    def logprobs(self, role: str, leaves: Sequence[TokenBatch]) -> tuple[list[Tensor], list[Tensor]]:
-        """Log-probabilities and entropies of `actor` or `ref`, per leaf [leaf_size, t]."""
-        results = self._on_leaves(f"{role}.logprobs", leaves, temperature=self.temperature)
+    def logprobs(self, role: str, tokens: TokenBatch, plan: LeafPlan) -> tuple[list[Tensor], list[Tensor]]:
+        """Log-probabilities and entropies of `actor` or `ref`, per leaf [rows of the leaf, t]."""
+        self._place(tokens)
+        shares = deal(plan.rows, self.group.size)
+        results = undeal(self.group.run("logprobs", shares, role=role, temperature=self.temperature))
         return [logprobs for logprobs, _ in results], [entropy for _, entropy in results]
 
-    def values(self, leaves: Sequence[TokenBatch]) -> list[Tensor]:
-        """The critic's values, per leaf [leaf_size, t]."""
-        return self._on_leaves("critic.values", leaves)
+    def values(self, tokens: TokenBatch, plan: LeafPlan, with_end: bool = False) -> list[Tensor]:
+        """The critic's values, per leaf [rows of the leaf, t].
+
+        Args:
+            with_end: one column more, with the value after each sequence's last token.
+        """
+        self._place(tokens)
+        return undeal(self.group.run("values", deal(plan.rows, self.group.size), with_end=with_end))
 
     def update(
-        self, role: str, leaves: Sequence[TokenBatch], batches: Sequence[Sequence[int]], loss: Callable[..., Any]
+        self, role: str, tokens: TokenBatch, plan: LeafPlan, batches: Sequence[Sequence[int]], loss: Callable[..., Any]
     ) -> list[MiniBatchResult]:
         """One pass of `role` (`actor` or `critic`) over `batches` (leaf numbers of each mini-batch)."""
-        chosen = [[leaves[i] for i in numbers] for numbers in batches]
-        totals = [loss_totals(batch, self.max_response_tokens) for batch in chosen]
+        self._place(tokens)
+        chosen = [[plan.rows[i] for i in numbers] for numbers in batches]
+        totals = [loss_totals([tokens.mask[rows] for rows in batch], self.max_response_tokens) for batch in chosen]
         dealt = [deal(batch, self.group.size) for batch in chosen]
         sharded = [
-            [MiniBatch(shares[rank], total) for shares, total in zip(dealt, totals, strict=True)]
+            [(shares[rank], total) for shares, total in zip(dealt, totals, strict=True)]
             for rank in range(self.group.size)
         ]
-        per_rank = self.group.run(f"{role}.update", sharded, loss=loss)
+        per_rank = self.group.run("update", sharded, role=role, loss=loss)
         return [_merge([results[i] for results in per_rank]) for i in range(len(chosen))]
 
     def end_step(self) -> None:
         """Advance the learning-rate schedules; once a training step."""
+        self._placed = {}
         self.group.run("end_step")
+
+    def weights(self) -> Blob:
+        """The actor's whole weights by Hugging Face name, packed for the engines."""
+        return self.group.fetch("export_weights")
+
+    def save(self, path: Path) -> None:
+        """Write trained weights and optimizer states into the directory `path`, each rank its shards."""
+        self.group.run("save", path=str(path))
+
+    def load(self, path: Path) -> None:
+        """Take over what `save` wrote at any number of ranks."""
+        self.group.run("load", path=str(path))
 
     def digests(self) -> dict[str, str]:
         """Digests of weights and optimizer states, the same for any sharding."""
@@ -84,8 +110,19 @@ class RemoteModels:
         trained = [role for role in roles if role != "ref"]
         return {f"{role}_weights": self.group.run("whole_weights", role=role)[0] for role in trained}
 
-    def _on_leaves(self, method: str, leaves: Sequence[TokenBatch], **common: Any) -> list[Any]:
-        return undeal(self.group.run(method, deal(leaves, self.group.size), **common))
+    def _place(self, tokens: TokenBatch) -> None:
+        """Send the columns that the ranks don't have yet."""
+        columns = {field.name: value for field in fields(tokens) if (value := getattr(tokens, field.name)) is not None}
+        if not _same(self._placed.get("input_ids"), tokens.input_ids):
+            self._placed = {}  # another batch
+        new = {name: value for name, value in columns.items() if not _same(self._placed.get(name), value)}
+        if new:
+            self.group.run("place", columns=new, fresh=not self._placed)
+            self._placed.update(new)
+
+
+def _same(sent: Tensor | None, value: Tensor) -> bool:
+    return sent is value or (sent is not None and torch.equal(sent, value))
 
 
 def _merge(per_rank: Sequence[Any]) -> MiniBatchResult:

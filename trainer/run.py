@@ -8,9 +8,8 @@ Everything that can be wrong with the config, the data, the models or the machin
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from trainer.checkpoint import Checkpoint
     from trainer.ppo import PPO
     from trainer.run_dir import RunDirectory
-    from workers.launch.group import Launcher
+    from workers.launch.launcher import Launcher
 
 logger = logging.getLogger("exactrl")
 
@@ -62,43 +61,42 @@ def session(config: Config, training: bool = True) -> Iterator[Session]:
 
     reexec_with_hashseed(config.full_determinism, config.determinism.threads)
 
-    from workers.launch.calls import without_collection
+    from workers.launch.service import without_collection
+    from workers.launch.torchrun_launcher import follow, follows
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    if follows():
+        raise SystemExit(follow())  # rank 0 drives; the other ranks go no further than this
     with without_collection():
         pin_process(config.full_determinism, config.determinism.threads)
 
         from workers import vllm_process
-        from workers.launch.group import Modules
         from workers.launch.launcher import make_launcher
         from workers.models import trainer_worker
 
-        config, run_directory, inputs, functions = _checked(config)
+        config, run_directory, inputs = _checked(config)
     with ExitStack() as stack:
-        modules = Modules(ranks=trainer_worker.PRELOAD if training else (), engines=vllm_process.PRELOAD)
-        launcher = make_launcher(config, run_directory.path, modules)
+        preload = (*(trainer_worker.PRELOAD if training else ()), *vllm_process.PRELOAD)
+        launcher = make_launcher(config, run_directory.path, preload)
         stack.callback(launcher.close)
-        launcher.on_main(functions.result)
         yield Session(config, launcher, run_directory, inputs, stack)
 
 
-def _checked(config: Config) -> tuple[Config, RunDirectory, Inputs, Future[None]]:
-    """The config with its paths, the run directory, the inputs, and the check of the reward functions: done, its result for the main process."""
+def _checked(config: Config) -> tuple[Config, RunDirectory, Inputs]:
+    """The config with its paths, the run directory and the inputs; everything has been checked."""
     from reward.pool import check_functions
     from trainer.build import load_inputs, resolve_paths
     from trainer.run_dir import RunDirectory
-    from workers.launch.launcher import launched_by_torchrun
 
     config = resolve_paths(config)
     run_directory = RunDirectory(config.run.dir)
-    if not launched_by_torchrun():  # under torchrun the first rank to get here would make the directory look used
-        run_directory.check(config.run.resume)
-    first = os.environ.get("RANK", "0") == "0"
+    run_directory.check(config.run.resume)
     with ThreadPoolExecutor(1) as aside:
         # In a process of its own anyway, so it need not wait for the data.
-        functions = aside.submit(check_functions, config.reward.functions if first else [])
+        functions = aside.submit(check_functions, config.reward.functions)
         inputs = load_inputs(config)
-    return config, run_directory, inputs, functions
+        functions.result()
+    return config, run_directory, inputs
 
 
 def start(config: Config, adjust: Callable[[PPO], None] | None = None, checkpoint: Checkpoint | None = None) -> PPO:
@@ -109,7 +107,7 @@ def start(config: Config, adjust: Callable[[PPO], None] | None = None, checkpoin
         checkpoint: restore this one instead of looking in the run directory.
     """
     with session(config) as ready:
-        found = ready.launcher.on_main(lambda: prepare_directory(ready.config, ready.run, ready.inputs))
+        found = prepare_directory(ready.config, ready.run, ready.inputs)
         return train(ready.config, ready.launcher, ready.run, checkpoint or found, ready.inputs, ready.stack, adjust)
 
 
@@ -170,6 +168,5 @@ def train(
     finally:
         if ppo.parts.record.tracker is not None:
             ppo.parts.record.tracker.close(failed)
-    if launcher.is_main:
-        logger.info("done: %d steps, everything is in %s", ppo.done, run.path)
+    logger.info("done: %d steps, everything is in %s", ppo.done, run.path)
     return ppo

@@ -62,7 +62,7 @@ class Validation:
             return result
         for split, settings in self.passes.items():
             sampling = sampling_from_config(settings, self.eos_ids)
-            scoring = self.reward.begin()
+            pending = self.reward.begin()
             episodes = self.rollout.generate(
                 self.prompts,
                 sampling,
@@ -70,9 +70,9 @@ class Validation:
                 split=split,
                 step=step,
                 shared_seed=settings.seed,
-                on_finished=scoring.add,
+                on_finished=pending.add,
             )
-            scores = self.reward.evaluate(episodes, scoring)
+            scores = self.reward.evaluate(episodes, pending)
             result.episodes += episodes
             result.scores += scores
             prefix = split.replace("validation", "val")

@@ -9,17 +9,15 @@ from __future__ import annotations
 import difflib
 import gc
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from determinism import cpu_kernels
 from determinism.environment import facts, pin_process
-from workers.launch.calls import without_collection
+from workers.launch.service import without_collection
 
 MIB = 1 << 20
-Call = tuple[list[int], Any, int]
-"""Prompt token ids, SamplingParams or PoolingParams, priority."""
 CPU_BLOCK_SIZE = 32
 """Tokens of a KV block on CPU: the smallest its attention kernel takes, so that most of a shared prefix is found."""
 
@@ -168,35 +166,33 @@ def start_engine(
     return engine
 
 
-def run_requests(engine: Any, requests: Iterable[Call]) -> list[Any]:
-    """Submit requests, in the given order, and step the engine until all are finished.
+class RunningRequests:
+    """What a vLLM engine has in work.
 
-    Returns:
-        vLLM's finished output of each request, in submission order.
+    Args:
+        engine: what `start_engine` returned.
     """
-    return [output for _, output in sorted(stream_requests(engine, requests), key=lambda pair: pair[0])]
 
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._taken = 0
 
-def stream_requests(engine: Any, requests: Iterable[Call]) -> Generator[tuple[int, Any], None, None]:
-    """As `run_requests`, but (position, output) as each request finishes; the engine rests while nobody asks for the next.
+    def add(self, number: int, token_ids: list[int], params: Any, priority: int = 0) -> None:
+        """Take a request on.
 
-    Closing the iterator aborts what is left.
-    """
-    submitted: list[str] = []
-    try:
-        for index, (token_ids, params, priority) in enumerate(requests):
-            prompt = {"type": "token", "prompt_token_ids": token_ids}
-            # The index stands in for the arrival time, so that nothing is read from the clock.
-            submitted.append(
-                engine.add_request(str(index), prompt, params, arrival_time=float(index), priority=priority)
-            )
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    yield int(output.request_id), output
-    except BaseException:
-        engine.abort_request(submitted, internal=True)
-        raise
+        Args:
+            number: what `step` will call it.
+            params: vLLM's SamplingParams or PoolingParams.
+            priority: the scheduler's; of two alike, the one that was taken on first goes first.
+        """
+        # A count stands in for the arrival time, so that nothing is read from the clock.
+        self._taken += 1
+        prompt = {"type": "token", "prompt_token_ids": token_ids}
+        self._engine.add_request(str(number), prompt, params, arrival_time=float(self._taken), priority=priority)
+
+    def step(self) -> list[tuple[int, Any]]:
+        """One step of the engine: number and vLLM's output of each request that has finished in it."""
+        return [(int(output.request_id), output) for output in self._engine.step() if output.finished]
 
 
 def engine_facts(engine: Any, device: str, **more: Any) -> dict[str, Any]:

@@ -93,9 +93,9 @@ def test_one_sequence_at_a_time_needs_no_warning(caplog):
 
 
 def test_empty_and_overlong_conversations_are_refused(lab, reward):
-    with pytest.raises(WorkerError, match="conversation 1 of 2 has 0 tokens"):
+    with pytest.raises(WorkerError, match="a conversation of 0 tokens"):
         lab.score(model=reward[0], token_ids=[[1], []])
-    with pytest.raises(WorkerError, match="has 257 tokens; the reward model takes 1 to 256"):
+    with pytest.raises(WorkerError, match="a conversation of 257 tokens; the reward model takes 1 to 256"):
         lab.score(model=reward[0], token_ids=[[1] * 257])
 
 

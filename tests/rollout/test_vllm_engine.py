@@ -7,13 +7,15 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from configs.schema import SamplingConfig
-from rollout.sampling import check_requests, find_eos_token_ids, sampling_from_config
+from rollout.sampling import check_request, find_eos_token_ids, sampling_from_config
 from rollout.types import GenerationRequest, SampleKey, Sampling
+from rollout.vllm_engine import NonFiniteLogprobError, VLLMEngine
 from rollout.weights import check_weights, checkpoint_shapes
 from tests.engine_lab import burst, make_policy, make_tokenizer
 from workers.launch.group import WorkerError
@@ -56,14 +58,11 @@ def test_an_empty_batch_gives_nothing(lab, policy):
     assert lab.generate(model=policy[0], requests=[]) == []
 
 
-@pytest.mark.parametrize("given_up", [0, 2])
-def test_portions_hold_the_same_generations_whatever_was_given_up_before(lab, policy, given_up):
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_requests_that_come_while_others_are_at_work_have_the_same_bits(lab, policy, steps):
     requests = burst(9)
     whole = lab.generate(model=policy[0], requests=requests)
-    parts = lab.portions(model=policy[0], requests=requests, counts=[4, 4, 4], given_up=given_up)
-    assert [len(part) for part in parts] == [4, 4, 1]
-    assert sorted((g for part in parts for g in part), key=lambda g: g.key) == whole
-    assert lab.generate(model=policy[0], requests=requests) == whole
+    assert lab.while_at_work(model=policy[0], first=requests[:5], later=requests[5:], steps=steps) == whole
 
 
 def test_requests_without_a_seed_draw_anew_each_time(stock_lab, policy):
@@ -240,15 +239,24 @@ def test_a_model_without_eos_is_refused(tmp_path):
 
 
 def test_requests_that_cannot_be_served_are_refused():
-    check_requests(burst(8), 256)
+    for request in burst(8):
+        check_request(request, 256)
     with pytest.raises(ValueError, match=r"3 prompt tokens \+ 8 new tokens = 11.*is 10"):
-        check_requests([one()], 10)
+        check_request(one(), 10)
     with pytest.raises(ValueError, match="no tokens"):
-        check_requests([one(prompt=())], 10)
-    with pytest.raises(ValueError, match="occurs twice in one batch; a key"):
-        check_requests([one(), dataclasses.replace(one(), priority=1)], 100)
-    with pytest.raises(ValueError, match="priority 0 occurs twice"):
-        check_requests([one(), dataclasses.replace(one(), key=SampleKey(1, 0))], 100)
+        check_request(one(prompt=()), 10)
+
+
+def test_a_logprob_that_is_not_finite_names_its_request():
+    """What the engine gave must not be trained on, whatever made it (a broken checkpoint, an overflow in bfloat16)."""
+    engine = object.__new__(VLLMEngine)
+    engine._version, engine._dtype = 3, "bfloat16"
+    logprobs = SimpleNamespace(logprobs=[-0.5, math.nan])
+    completion = SimpleNamespace(finish_reason="stop", token_ids=[5, 6], logprobs=logprobs)
+    with pytest.raises(
+        NonFiniteLogprobError, match=r"task=0.*token 1 of the response \(id 6\).*nan under weights 3.*bfloat16"
+    ):
+        engine._generation(one(), SimpleNamespace(outputs=[completion]))
 
 
 @pytest.mark.parametrize("key", ["max_num_seqs", "logprobs_mode", "generation_config", "seed"])

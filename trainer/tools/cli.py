@@ -242,7 +242,7 @@ def _say(lines: Sequence[str]) -> None:
 
 def effective_seeds(config: Config) -> list[str]:
     """Lines of text: every seed in force and what follows from it."""
-    from rollout.episodes import seeds_are_derived
+    from rollout.sampling import seeds_are_derived
 
     unused = "not used: requests have no seed, since rollout.deterministic_sampling is false"
     requests = "each request's own seed is derived from it" if seeds_are_derived(config.rollout) else unused

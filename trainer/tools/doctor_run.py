@@ -1,4 +1,4 @@
-"""One process (or rank) of `exactrl doctor`: a short training run, with the engines examined first when asked for.
+"""One run of `exactrl doctor`: a short training run, with the engines examined first when asked for.
 
     python -m trainer.tools.doctor_run CONFIG.yaml [--examine FINDINGS.json] [--stop-after K]
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -51,20 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             ppo.stop_after = min(ppo.stop_after, arguments.stop_after)
         if arguments.examine is not None:
             findings = examine(ppo)
-            if ppo.parts.ledger.active:
-                arguments.examine.write_text(json.dumps([asdict(f) for f in findings]), encoding="utf-8")
+            arguments.examine.write_text(json.dumps([asdict(f) for f in findings]), encoding="utf-8")
 
     try:
         start(from_yaml(arguments.config), adjust)
     except (UserError, WorkerError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"doctor: {error}", file=sys.stderr)
+        print(f"doctor: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     return 0
 
 
 def examine(ppo: PPO) -> list[Finding]:
-    """Weights that are loaded again, batch invariance, and the gap between engine and trainer. Collective under torchrun."""
+    """Weights that are loaded again, batch invariance, and the gap between engine and trainer."""
     # First, while the engines still have the weights that they read themselves.
     findings = [_timed(lambda: weights_round_trip(ppo)), _timed(lambda: rollout_batches(ppo))]
     if ppo.config.reward.model.path is not None:
@@ -80,7 +77,7 @@ def rollout_batches(ppo: PPO) -> Finding:
     config = ppo.config
     requests = _burst(ppo)
     plans = check.batch_plans(len(requests))
-    group = ppo.parts.rollout.group
+    group = ppo.parts.rollout.engines.group
     trials = check.rollout_trials(group, requests, plans)
     ppo.sync_weights(0)  # empties the cache
     trials += check.rollout_trials(group, requests, [check.Plan("cache emptied", plans[1].chunks), plans[0]])
@@ -107,7 +104,7 @@ def weights_round_trip(ppo: PPO) -> Finding:
     from trainer import engine_check as check
 
     requests = _burst(ppo)[: check.SHORT.requests]
-    group = ppo.parts.rollout.group
+    group = ppo.parts.rollout.engines.group
     before = check.rollout_trials(group, requests, [check.Plan("before", (tuple(range(len(requests))),))])
     ppo.sync_weights(0)
     after = check.rollout_trials(group, requests, [check.Plan("weights loaded again", (tuple(range(len(requests))),))])
@@ -149,7 +146,7 @@ def train_infer_gap(ppo: PPO) -> Finding:
     )
     experience = Experience.from_episodes(episodes, [Score(0.0, {})] * count, ppo.parts.pad_id)
     plan = ppo.plan("actor", experience, 0)
-    logprobs, _ = ppo.parts.models.logprobs("actor", plan.cut(experience.tokens))
+    logprobs, _ = ppo.parts.models.logprobs("actor", experience.tokens, plan)
     tokens = experience.tokens
     assert tokens.rollout_logprobs is not None
     trained = plan.paste(logprobs, tokens.input_ids.shape[1])

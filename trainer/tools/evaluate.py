@@ -141,9 +141,8 @@ def evaluate(config: Config, out: Path, checkpoint: Checkpoint | None = None) ->
     from trainer.run import session
     from trainer.run_dir import RunDirectory, RunDirectoryError
     from trainer.tools.saved_actor import verify
-    from workers.launch.launcher import launched_by_torchrun
 
-    if RunDirectory(out).used and not launched_by_torchrun():  # there the first rank would make it look used
+    if RunDirectory(out).used:
         raise RunDirectoryError(f"{out} already holds results; choose another directory with --out")
     if checkpoint is not None:
         verify(checkpoint)
@@ -177,19 +176,17 @@ def _evaluate(ready: Session, checkpoint: Checkpoint | None, actor: ActorWeights
 
     config, launcher, run, inputs, stack = ready
     step = checkpoint.step if checkpoint else 0
-    launcher.on_main(lambda: prepare_directory(config, run, inputs))
+    prepare_directory(config, run, inputs)
     engines = start_engines(config, launcher, run, inputs, stack)
     checked = engines.check(config, inputs)
-    processes = {name: group.run("facts") for name, group in engines.groups.items()}
-    launcher.on_main(lambda: record_manifest(config, run, inputs, processes, checked))
-    tracker = None
-    if launcher.is_main:
-        tracker = Tracker(config.tracking, run, f"{config.run.name}-eval", to_dict(config), total_steps=0)
-        stack.callback(lambda: tracker.close(failed=sys.exc_info()[0] is not None))
+    record_manifest(config, run, inputs, engines.groups, checked)
+    tracker = Tracker(config.tracking, run, f"{config.run.name}-eval", to_dict(config), total_steps=0)
+    stack.callback(lambda: tracker.close(failed=sys.exc_info()[0] is not None))
     record = Record(run, tracker, save_episodes=True, log_samples=config.tracking.log_samples)
-    ledger = Ledger(run.path, config.ledger.record, is_main=launcher.is_main)
+    ledger = Ledger(run.path, config.ledger.record)
     if actor is not None:
-        engines.rollout.load_weights(actor.tensors, step)
+        engines.rollout.engines.load_weights(actor.tensors, step)
+        engines.rollout.engines.wait_for_weights()
         ledger.add_digest("actor_weights", actor.digest)
     result = validation_of(config, engines, inputs).run(step=step)
     ledger.add("prompts", [[prompt.id, list(prompt.token_ids)] for prompt in inputs.validation.prompts])
@@ -198,11 +195,10 @@ def _evaluate(ready: Session, checkpoint: Checkpoint | None, actor: ActorWeights
     ledger.commit(step)
     record.metrics(step, result.metrics)
     record.validation(step, result)
-    if launcher.is_main:
-        if checkpoint is not None:
-            print(f"actor of {checkpoint.path}", flush=True)
-        print(table(result.metrics), flush=True)
-        logger.info("everything is in %s", run.path)
+    if checkpoint is not None:
+        print(f"actor of {checkpoint.path}", flush=True)
+    print(table(result.metrics), flush=True)
+    logger.info("everything is in %s", run.path)
     return result
 
 

@@ -149,7 +149,7 @@ def replay(run: Path, step: int, stop_before: str | None = None, overrides: Sequ
         raise UserError(f"--step {step}: the ledger of {run} has no such step (recorded: {known})")
     config = from_yaml(run / "config.yaml")
     target = run / "replays" / f"step_{step:06d}"
-    if "RANK" not in os.environ or os.environ["RANK"] == "0":
+    if os.environ.get("RANK", "0") == "0":
         shutil.rmtree(target, ignore_errors=True)
     before = [c for c in CheckpointStore(run / "checkpoints", 0, 0).complete() if c.step < step and c.damage() is None]
     config = replace(
@@ -172,7 +172,7 @@ def replay(run: Path, step: int, stop_before: str | None = None, overrides: Sequ
         print(f"DIFFERENT: {error}", file=sys.stderr)
         return 1
     ledger = ppo.parts.ledger
-    if ppo.parts.record.tracker is not None and isinstance(ledger, CheckedLedger):
+    if isinstance(ledger, CheckedLedger):
         source = f"from the checkpoint of step {before[-1].step}" if before else "from the start"
         print(f"SAME: replayed to step {step} {source}; {ledger.checked} digests agree")
     return 0
@@ -184,13 +184,12 @@ def _prepare(ppo: PPO, expected: Mapping[int, Mapping[str, str]], step: int, sto
     ppo.parts.ledger = CheckedLedger(
         plain.run_dir,
         plain.record,
-        is_main=plain.active,
         expected=expected,
         first_step=ppo.done if ppo.done == 0 else ppo.done + 1,
     )
     ppo.stop_after = step
     if stop_before is not None:
-        ppo.new_timing = lambda: StoppingTiming(stop_before, here=ppo.done + 1 == step and plain.active)
+        ppo.new_timing = lambda: StoppingTiming(stop_before, here=ppo.done + 1 == step)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,101 +1,172 @@
-"""How the loop speaks to its workers: one protocol, the same under Ray and under torchrun.
+"""Workers as the driver speaks to them: one group, whatever launched it.
 
-A *worker* is any object built by a picklable factory; a *group* holds `size` of them and calls a method on all at once.
-Under torchrun the loop runs on every rank, each rank calls its own worker and the results are gathered, so that every rank
-sees the same list in rank order. Under Ray one driver calls remote actors. Engines are always processes of their own.
+    group.run("digests")                       every worker, all at once; results in rank order
+    group.run("update", shares, loss=loss)     a share for each worker
+    group.fetch("export_weights")              worker 0's result, unopened, to be handed to another group's workers
+    group.submit(replica, requests)            requests of an engine, at any time; a future for each
+
+A *worker* is any object built by a picklable factory in a process of its own. Under torchrun the driver is rank 0 and has worker 0 of the
+trainer group in its own process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any, TypeVar
+
+from workers.launch.lifeline import traceback_text
+from workers.launch.service import Hosted
+from workers.launch.switchboard import Line, WorkerError
+from workers.launch.transport import Blob
+
+__all__ = ["WorkerError", "WorkerFactory", "WorkerGroup", "deal", "undeal"]
 
 T = TypeVar("T")
 WorkerFactory = Callable[[], Any]
 """Picklable; called in the worker's own process."""
+ROOT_CAUSE_S = 3.0
+"""How long the driver's own worker, when it fails, waits for another's failure that may be the cause: a broken collective says nothing."""
 
 
-class WorkerGroup(Protocol):
+class WorkerGroup:
     """`size` workers that are called together."""
 
-    size: int
+    def __init__(
+        self, name: str, lines: Sequence[Line], close: Callable[[], None], here: WorkerFactory | None = None
+    ) -> None:
+        """Workers that have been asked for; `ready` waits until they are built.
+
+        Args:
+            lines: to each worker of another process, in order.
+            close: ends these processes.
+            here: the factory of worker 0 in this process, called once the others have begun to be made; the lines are then those of workers 1 and up.
+        """
+        self.name = name
+        self.size = len(lines) + (here is not None)
+        self._lines = list(lines)
+        self._close = close
+        self._make_here = here
+        self._here: Hosted | None = None
+        self._here_start_s = 0.0
+        self._closed = False
+
+    @property
+    def start_s(self) -> list[float]:
+        """Seconds that each worker took from when it was asked for until it was built."""
+        return [*([self._here_start_s] if self._here else []), *(line.start_s for line in self._lines)]
+
+    @property
+    def hosts(self) -> list[str]:
+        """Name of the machine that each worker is on."""
+        return [*([socket.gethostname()] if self._here else []), *(line.host for line in self._lines)]
+
+    def ready(self) -> None:
+        """Wait until every worker is built.
+
+        Raises:
+            WorkerError: one could not be built, or not in time; nothing of the group is left running.
+        """
+        try:
+            make = self._make_here
+            if make is not None and self._here is None:
+                start = time.monotonic()
+                self._here = self._locally("its start", lambda: Hosted(make), self._readiness())
+                self._here_start_s = time.monotonic() - start
+            _results(self._readiness())
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, method: str, sharded: Sequence[Any] | None = None, /, **common: Any) -> list[Any]:
-        """Call `method` (dotted names reach into attributes: `actor.update`) on every worker; results in rank order.
+        """Call `method` (dotted names reach into attributes) on every worker; results in rank order.
 
         Args:
             sharded: one positional argument a worker (length `size`); None sends none.
-            common: keyword arguments that every worker gets. A `Handle` from `export` arrives as its value.
+            common: keyword arguments that every worker gets. A `Blob` arrives as the value in it.
 
         Raises:
             WorkerError: a worker raised or died; carries its traceback and the tail of its log.
         """
-        ...
+        self.ready()
+        futures = self._call(method, sharded, common)
+        if self._here is None:
+            return [blob.value() for blob in _results(futures)]
+        arguments = [] if sharded is None else [sharded[0]]
+        opened = {name: value.value() if isinstance(value, Blob) else value for name, value in common.items()}
+        here = self._here
+        mine = self._locally(method, lambda: here.call(method, arguments, opened), futures)
+        return [mine, *(blob.value() for blob in _results(futures))]
 
-    def export(self, method: str, /, **common: Any) -> Any:
-        """Like `run`, but worker 0's result stays close to the workers: a handle to be passed to another group's `run`.
+    def fetch(self, method: str, /, **common: Any) -> Blob:
+        """Call every worker; worker 0's result as it came, to be passed on by `run` or `send` of another group."""
+        self.ready()
+        futures = self._call(method, None, common)
+        if self._here is None:
+            return _results(futures)[0]
+        here = self._here
+        mine = self._locally(method, lambda: here.call(method, [], common), futures)
+        _results(futures)
+        return Blob(mine)
 
-        The method is also given `everywhere: bool`. True: every worker must return the value (the loop runs on every rank and
-        each rank passes its own copy on to its engines). False: only worker 0's is used and the others may return None.
-        """
-        ...
+    def send(self, method: str, /, **common: Any) -> list[Future[Blob]]:
+        """Call every worker and don't wait. An engine takes the call after the requests before it and before those after it."""
+        self.ready()
+        return self._call(method, None, common)
+
+    def submit(self, worker: int, requests: Sequence[Any]) -> list[Future[Any]]:
+        """Give requests to an engine; a future for each, in their order. May be called from any thread."""
+        self.ready()
+        return self._lines[worker].submit(requests, "its requests")
 
     def close(self) -> None:
         """End every worker; safe to call twice."""
-        ...
+        if self._closed:
+            return
+        self._closed = True
+        here, self._here = self._here, None
+        if here is not None:
+            here.close()
+        self._close()
+
+    def _readiness(self) -> list[Future[Any]]:
+        return [line.ready for line in self._lines]
+
+    def _call(self, method: str, sharded: Sequence[Any] | None, common: dict[str, Any]) -> list[Future[Blob]]:
+        if sharded is not None and len(sharded) != self.size:
+            raise ValueError(f"{self.name}.{method}: {len(sharded)} sharded arguments for {self.size} workers")
+        if not self._lines:
+            return []
+        # Everything is packed before anything is sent: what can't be pickled must not leave some workers called.
+        handed = {name: value for name, value in common.items() if isinstance(value, Blob)}
+        keywords = Blob({name: value for name, value in common.items() if name not in handed})
+        first = self.size - len(self._lines)
+        own = [[]] * len(self._lines) if sharded is None else [[Blob(value)] for value in sharded[first:]]
+        return [line.call(method, own[i], keywords, handed) for i, line in enumerate(self._lines)]
+
+    def _locally(self, method: str, function: Callable[[], T], others: Sequence[Future[Any]]) -> T:
+        """Do the driver's own share; when it fails, another worker's failure that came before is the one to tell."""
+        try:
+            return function()
+        except Exception as error:
+            wait(others, ROOT_CAUSE_S, FIRST_EXCEPTION)
+            for future in others:
+                if future.done() and (cause := future.exception()) is not None:
+                    raise cause from None
+            text = f"{self.name}-0 (pid {os.getpid()}) raised in {method}\n{traceback_text(error)}"
+            raise WorkerError(text) from error
 
 
-@dataclass(frozen=True)
-class Modules:
-    """What takes long to import. Where forks are possible, a process of each node begins to import it when the launcher is made."""
-
-    ranks: Sequence[str] = ()
-    """For every trainer rank."""
-    engines: Sequence[str] = ()
-    """For every engine."""
-
-
-class Launcher(Protocol):
-    """Creates groups and hides where the loop runs."""
-
-    is_main: bool
-    """True in the one process that writes files and talks to the tracker."""
-
-    def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
-        """FSDP ranks: torch.distributed is initialised with `num_ranks` before `factory` is called."""
-        ...
-
-    def engine_group(
-        self,
-        name: str,
-        factory: WorkerFactory,
-        replicas: int,
-        env: Mapping[str, str],
-        *,
-        start_timeout_s: float = 300.0,
-        gpus: int = 1,
-        wait: bool = True,
-    ) -> WorkerGroup:
-        """Engines: `replicas` processes of their own, `env` in place before their interpreter starts, logs in `logs/{name}-{i}.log`.
-
-        With `wait=False` it returns while they start, so that several groups start side by side; the first call waits, and raises
-        what went wrong at the start. `env` is laid over the process environment that the launcher gives every process. `gpus`: GPUs that one replica sees
-        (its tensor-parallel size); no meaning on CPU.
-        """
-        ...
-
-    def on_main(self, function: Callable[[], T]) -> T:
-        """Run `function` in the main process only; every process gets its result, or raises its error."""
-        ...
-
-    def close(self) -> None:
-        """End everything this launcher started."""
-        ...
-
-
-class WorkerError(RuntimeError):
-    """A worker failed. The message holds the worker's own traceback, so it is what the user sees."""
+def _results(futures: Sequence[Future[T]]) -> list[T]:
+    """All results; the first failure to arrive is raised at once."""
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    for future in futures:
+        if future in done and (error := future.exception()) is not None:
+            raise error
+    return [future.result() for future in futures]
 
 
 def deal(items: Sequence[T], size: int) -> list[list[T]]:

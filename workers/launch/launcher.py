@@ -1,35 +1,123 @@
-"""Which launcher a run gets, and how the run ends when it is told to.
+"""Starts a run's workers, whatever the run was started with: `ray` (RayLauncher) or `torchrun` (TorchrunLauncher).
 
-SIGTERM and Ctrl-C become exceptions in the main thread, so that every `finally` on the way out runs; a watchdog that needs
-neither the main thread nor its luck kills what is left of the process tree, and this process, when that takes too long.
+    driver: the loop ── lines ──> worker processes of its machine (NodeHost in the driver)
+                          └─────> worker processes of other machines (NodeHost in a Ray actor, or in the first rank of a torchrun node)
+
+The launchers differ in where the places for workers come from and in who starts the trainer ranks; all else is one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import signal
-import threading
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
-
-import psutil
+from typing import Protocol
 
 from configs.problems import UserError
 from configs.schema import Config, LauncherConfig
 from determinism.environment import process_env
-from workers.launch.group import Launcher, Modules
+from workers.launch.group import WorkerFactory, WorkerGroup
 from workers.launch.resources import check_resources, resolve_device
-from workers.launch.worker_process import die_with_parent
-
-DEADLINE_S = 10.0
-"""From the first SIGTERM or SIGINT to the end of everything."""
+from workers.launch.service import Address
+from workers.launch.signals import SignalWatch
+from workers.launch.switchboard import Line, Switchboard
+from workers.launch.transport import Blob
 
 
 class LaunchError(UserError, ValueError):
     """The way the run was started and `launcher.*` contradict each other."""
+
+
+class Host(Protocol):
+    """A `NodeHost`, or the way to one of another machine."""
+
+    def start(self, label: str, addresses: Sequence[Address], key: bytes, late: Mapping[str, str]) -> None:
+        """See `NodeHost.start`."""
+        ...
+
+    def describe_end(self, label: str, patience_s: float) -> tuple[str, str]:
+        """See `NodeHost.describe_end`."""
+        ...
+
+    def end(self, labels: Sequence[str], idle: bool) -> None:
+        """See `NodeHost.end`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker's process is to live."""
+
+    host: Host
+    late: Mapping[str, str]
+    """Variables of this worker alone: its rank, its devices."""
+
+
+class Launcher(ABC):
+    """Starts groups of workers, and ends everything that it started."""
+
+    def __init__(self, board: Switchboard) -> None:
+        self._board = board
+        self._groups: list[WorkerGroup] = []
+        self._exit_stack = contextlib.ExitStack()
+        self._before_close: Callable[[], None] = lambda: None
+
+    def own(self, exit_stack: contextlib.ExitStack, before_close: Callable[[], None]) -> None:
+        """What `close` undoes last, and what it does first."""
+        self._exit_stack, self._before_close = exit_stack, before_close
+
+    @abstractmethod
+    def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
+        """FSDP ranks: torch.distributed is initialised with `num_ranks` before `factory` is called in each. `ready` waits for them."""
+
+    @abstractmethod
+    def engine_places(self, name: str, replicas: int, gpus: int) -> list[Place]:
+        """Where the replicas of an engine live; `gpus` each on CUDA."""
+
+    def engine_group(
+        self, name: str, factory: WorkerFactory, replicas: int, *, start_timeout_s: float = 300.0, gpus: int = 1
+    ) -> WorkerGroup:
+        """Engines, each a process of its own. They are still starting when this returns: the first use waits.
+
+        Args:
+            gpus: GPUs that one replica sees (its tensor-parallel size); no meaning on CPU.
+        """
+        return self._start(name, factory, self.engine_places(name, replicas, gpus), start_timeout_s)
+
+    def close(self) -> None:
+        """End everything this launcher started; safe to call twice."""
+        self._before_close()
+        groups, self._groups = self._groups, []
+        for group in reversed(groups):
+            group.close()
+        self._exit_stack.close()
+
+    def _start(self, name: str, factory: WorkerFactory, places: Sequence[Place], start_timeout_s: float) -> WorkerGroup:
+        """Start a process in each place; what can't be pickled raises before anything is started."""
+        blob, lines = Blob(factory), []
+        for number, place in enumerate(places):
+            label = f"{name}-{number}"
+            line = self._board.expect(Line(label, functools.partial(place.host.describe_end, label), start_timeout_s))
+            line.build(blob)
+            place.host.start(label, self._board.addresses, self._board.key, place.late)
+            lines.append(line)
+        return self._keep(WorkerGroup(name, lines, functools.partial(self._end, lines, places)))
+
+    def _keep(self, group: WorkerGroup) -> WorkerGroup:
+        self._groups.append(group)
+        return group
+
+    def _end(self, lines: Sequence[Line], places: Sequence[Place]) -> None:
+        idle = not any(line.busy for line in lines)
+        for line in lines:
+            line.stop()
+        for host in dict.fromkeys(place.host for place in places):
+            host.end([line.label for line, place in zip(lines, places, strict=True) if place.host is host], idle)
+        self._board.forget(lines)
 
 
 def launched_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
@@ -68,119 +156,35 @@ def choose_launcher(config: LauncherConfig, environment: Mapping[str, str] = os.
     return "torchrun"
 
 
-def make_launcher(config: Config, run_dir: Path, modules: Modules = Modules()) -> Launcher:  # noqa: B008, it is frozen
+def make_launcher(config: Config, run_dir: Path, preload: Sequence[str] = ()) -> Launcher:
     """The launcher for `config` in this environment; `close` ends all it started and gives the signals back.
+
+    Args:
+        preload: modules that workers need and that take long to import; processes begin to import them now.
 
     Raises:
         LaunchError: see `choose_launcher`.
         ResourceError: more CPUs or GPUs are needed than exist; nothing was started.
     """
-    settings = config.launcher
-    kind = choose_launcher(settings)
-    device = resolve_device(settings.device)
+    kind = choose_launcher(config.launcher)
+    device = resolve_device(config.launcher.device)
     env = process_env(config.full_determinism, config.determinism.threads, device)
     started = int(os.environ.get("WORLD_SIZE", "1")) if kind == "torchrun" else None
     needs = check_resources(config, started)
     signals = SignalWatch()
-    undo = contextlib.ExitStack()
-    undo.callback(signals.restore)
-    signals.install()
-    launcher: Launcher
-    if kind == "torchrun":
-        from workers.launch.torchrun_group import TorchrunLauncher
+    with contextlib.ExitStack() as undo:
+        undo.callback(signals.restore)
+        signals.install()
+        logs = run_dir.absolute() / "logs"
+        launcher: Launcher
+        if kind == "torchrun":
+            from workers.launch.torchrun_launcher import TorchrunLauncher
 
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            die_with_parent(os.getppid(), signal.SIGTERM)
-        launcher = TorchrunLauncher(
-            run_dir,
-            device=device,
-            process_env=env,
-            timeout_s=settings.timeout_s,
-            modules=modules,
-            on_close=signals.start_of_end,
-            exit_stack=undo,
-        )
-    else:
-        from workers.launch.ray_launcher import RayLauncher
+            launcher = TorchrunLauncher(config.launcher, logs, device, env, preload, undo)
+        else:
+            from workers.launch.ray_launcher import RayLauncher
 
-        launcher = RayLauncher(
-            run_dir,
-            needs,
-            address=settings.ray_address,
-            num_cpus=settings.ray_num_cpus,
-            device=device,
-            process_env=env,
-            timeout_s=settings.timeout_s,
-            modules=modules,
-            on_close=signals.start_of_end,
-            exit_stack=undo,
-        )
-        signals.install()  # ray.init has put a handler of its own in the place of ours
-    return launcher
-
-
-class SignalWatch:
-    """SIGTERM and SIGINT end the process in order, or by force after a deadline."""
-
-    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
-        self._deadline_s = deadline_s
-        self._before: dict[int, Any] | None = None
-        self._wakeup_before = -1
-        self._reading, self._writing = -1, -1
-        self._signalled = False
-        self._done = threading.Event()
-
-    def install(self) -> None:
-        """Take the signals (again); without effect outside the main thread, where Python allows no handlers."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        before: dict[int, Any] = {
-            number: signal.signal(number, self._raise) for number in (signal.SIGTERM, signal.SIGINT)
-        }
-        if self._before is None:
-            self._before = dict(before)
-            self._reading, self._writing = os.pipe()
-            os.set_blocking(self._writing, False)
-            # Python writes a signal's number here as soon as it arrives, also while the main thread is stuck in native code.
-            self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-            threading.Thread(target=self._watch, name="signal-watch", daemon=True).start()
-
-    def start_of_end(self) -> None:
-        """From here on a signal raises nothing, since the clean-up is under way anyway; the deadline still holds."""
-        self._signalled = True
-
-    def restore(self) -> None:
-        """Give the signals back; everything has ended, so the deadline is called off."""
-        self._done.set()
-        if self._before is None or threading.current_thread() is not threading.main_thread():
-            return
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._writing)
-        self._before = None
-
-    def _raise(self, number: int, frame: FrameType | None) -> None:
-        # Once: torchrun and terminals send more than one, and a second exception would cut the clean-up short.
-        if self._signalled:
-            return
-        self._signalled = True
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + number)
-
-    def _watch(self) -> None:
-        while numbers := os.read(self._reading, 1):
-            if numbers[0] in (signal.SIGTERM, signal.SIGINT):
-                if not self._done.wait(self._deadline_s):
-                    kill_descendants()
-                    os._exit(128 + numbers[0])
-                break
-        os.close(self._reading)
-
-
-def kill_descendants() -> None:
-    """SIGKILL to every process below this one."""
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+            launcher = RayLauncher(config.launcher, needs, logs, device, env, preload, undo)
+            signals.install()  # ray.init has put a handler of its own in the place of ours
+        launcher.own(undo.pop_all(), signals.start_of_end)
+        return launcher

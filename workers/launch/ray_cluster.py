@@ -6,13 +6,14 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
-from workers.launch.processes import end_processes, import_path
+from workers.launch.lifeline import end_processes
+from workers.launch.node_host import import_path
 from workers.launch.resources import Needs, ResourceError, check
 
 log = logging.getLogger(__name__)
@@ -165,22 +166,32 @@ def release(group: Any) -> None:
         remove_placement_group(group)
 
 
-def locate(group: Any, needs: Needs) -> list[Slot]:
-    """Where each slot is; on CUDA a probe in each tells its device."""
+def locate(group: Any, needs: Needs, own: str) -> list[Slot]:
+    """Where each slot is, sorted by machine (the driver's, `own`, first) and device; on CUDA a probe in each tells its device."""
     import ray
     from ray.util.placement_group import placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    if not needs.gpus_per_slot:
-        return [Slot(i, nodes[i], ()) for i in range(needs.slots)]
+    devices: list[tuple[str, ...]] = [()] * needs.slots
+    if needs.gpus_per_slot:
 
-    def probe() -> list[Any]:
-        return ray.get_gpu_ids()
+        def probe() -> list[Any]:
+            return ray.get_gpu_ids()
 
-    task = ray.remote(probe)
-    refs = [
-        task.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote()
-        for i in range(needs.slots)
-    ]
-    return [Slot(i, nodes[i], tuple(map(str, gpus))) for i, gpus in enumerate(ray.get(refs))]
+        task = ray.remote(probe)
+        refs = [
+            task.options(
+                num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)
+            ).remote()
+            for i in range(needs.slots)
+        ]
+        devices = [tuple(map(str, found)) for found in ray.get(refs)]
+    return in_order([Slot(i, nodes[i], devices[i]) for i in range(needs.slots)], own)
+
+
+def in_order(slots: Sequence[Slot], own: str) -> list[Slot]:
+    """Sorted by machine, so that consecutive slots are neighbours: a replica over several GPUs must not straddle two machines."""
+    return sorted(
+        slots, key=lambda slot: (slot.node != own, slot.node, [gpu.zfill(4) for gpu in slot.gpus], slot.bundle)
+    )

@@ -1,12 +1,13 @@
 """Values on their way between processes: pickle protocol 5 with the bytes of tensors and arrays beside the pickle.
 
-    pack(value)   -> Packed(header, buffers)      header: the pickle; buffers: one block of bytes per tensor or array
-    to_blob       -> one bytes-like: sizes, header, buffers (aligned)      what travels over gloo
-    Channel       -> blobs over a Unix socket; a large one is a memory file whose descriptor is sent, so that nothing is
-                     copied through the socket and the same file serves every receiver
+    pack(value) -> Packed(header, buffers)     header: the pickle; buffers: one block of bytes per tensor or array
+    Blob        -> sizes, header, buffers (aligned) as one block: small ones are bytes, large ones a memory file
+    Channel     -> messages of blobs over a socket. On one machine a memory file's descriptor is sent, so that nothing is copied
+                   through the socket and one file serves every receiver; between machines its bytes are.
 
-Torch's own pickling copies a tensor several times (it writes a file format into memory); this path copies it once.
-Tensors arrive on the CPU, whole and contiguous, whatever device they left from: another process may see other devices.
+A process that has no use for a value passes its blob on unopened. Torch's own pickling copies a tensor several times (it writes a file
+format into memory); this path copies it once. Tensors arrive on the CPU, whole and contiguous, whatever device they left from: another
+process may see other devices.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pickle
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,8 @@ INLINE_LIMIT = 64 * 1024
 ALIGNMENT = 64
 """Bytes; a cache line, so that vector loads on received tensors are aligned."""
 _WRITE_LIMIT = 1 << 30
+_MOST_FILES = 8
+"""Of one message."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,6 @@ class Packed:
     """The pickle without the large data."""
     buffers: Sequence[memoryview]
     """Contiguous bytes of each tensor or array, in the order in which the pickle refers to them."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of header and buffers in bytes."""
-        return len(self.header) + sum(len(buffer) for buffer in self.buffers)
 
 
 def pack(value: Any) -> Packed:
@@ -61,37 +60,13 @@ def unpack(header: bytes | memoryview, buffers: Iterable[Any]) -> Any:
     return pickle.loads(header, buffers=buffers)
 
 
-def to_blob(value: Any) -> bytes:
-    """`value` as one block of bytes; `from_blob` reads it."""
-    return b"".join(_pieces(pack(value)))
-
-
-def from_blob(blob: memoryview | bytearray) -> Any:
-    """Inverse of `to_blob`. `blob` is writable; received tensors are views of it and keep it alive."""
-    packed = parts_of(blob)
-    return unpack(packed.header, packed.buffers)
-
-
-def parts_of(blob: memoryview | bytearray) -> Packed:
-    """What was packed into a blob, still packed: to be passed on by a process that has no use for the value."""
-    view = memoryview(blob)
-    (count,) = struct.unpack_from("<Q", view, 0)
-    sizes = struct.unpack_from(f"<{count}Q", view, 8)
-    offset = _aligned(8 + 8 * count)
-    parts = []
-    for size in sizes:
-        parts.append(view[offset : offset + size])
-        offset = _aligned(offset + size)
-    return Packed(parts[0], parts[1:])
-
-
 class Blob:
-    """A value (or what `pack` made of it) ready to be sent, once or to many; `close` frees it."""
+    """A packed value, made here (`Blob(value)`) or received; it can be opened, and sent on as it is. `close` frees it."""
 
     def __init__(self, value: Any) -> None:
         packed = value if isinstance(value, Packed) else pack(value)
         self.size = _blob_size(packed)
-        self.data: bytes | None = None
+        self.data: bytes | bytearray | None = None
         self.fd: int | None = None
         if self.size <= INLINE_LIMIT:
             self.data = b"".join(_pieces(packed))
@@ -100,64 +75,115 @@ class Blob:
             for piece in _pieces(packed):
                 _write(self.fd, piece)
 
-    def close(self) -> None:
-        """Free the memory file; receivers keep what they mapped."""
+    @classmethod
+    def received(cls, size: int, data: bytearray | None = None, fd: int | None = None) -> Blob:
+        """A blob that came through a channel."""
+        blob = cls.__new__(cls)
+        blob.size, blob.data, blob.fd = size, data, fd
+        return blob
+
+    def value(self) -> Any:
+        """The value. Tensors are views of this blob's memory, private to the caller: writing to one copies its pages."""
         if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
+            view = memoryview(mmap.mmap(self.fd, self.size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+        else:
+            assert self.data is not None, "not closed"
+            view = memoryview(bytearray(self.data))
+        (count,) = struct.unpack_from("<Q", view, 0)
+        offset, parts = _aligned(8 + 8 * count), []
+        for size in struct.unpack_from(f"<{count}Q", view, 8):
+            parts.append(view[offset : offset + size])
+            offset = _aligned(offset + size)
+        return unpack(parts[0], parts[1:])
+
+    def close(self) -> None:
+        """Free the memory file; receivers, and values that were opened, keep what they mapped."""
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Channel:
-    """Messages of a few blobs over a connected Unix stream socket."""
+    """Messages of a few blobs over a connected stream socket; sending is safe from several threads, receiving from one."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self._passes_files = sock.family == socket.AF_UNIX
+        self._sending = threading.Lock()
 
     def fileno(self) -> int:
         """The socket's descriptor, for `select`."""
         return self.sock.fileno()
 
-    def send(self, blobs: Sequence[Blob]) -> None:
+    def send(self, *blobs: Blob) -> None:
         """Send one message.
 
         Raises:
-            OSError: the other end is gone.
+            OSError: the other end is gone, or takes nothing in the socket's time limit.
         """
+        files = [blob.fd for blob in blobs if blob.fd is not None] if self._passes_files else []
         table = struct.pack("<Q", len(blobs))
-        table += b"".join(struct.pack("<QQ", blob.size, blob.fd is not None) for blob in blobs)
-        fds = [blob.fd for blob in blobs if blob.fd is not None]
-        sent = socket.send_fds(self.sock, [table], fds)
-        self.sock.sendall(table[sent:] + b"".join(blob.data for blob in blobs if blob.data is not None))
+        table += b"".join(struct.pack("<QQ", blob.size, bool(files) and blob.fd is not None) for blob in blobs)
+        with self._sending:
+            sent = socket.send_fds(self.sock, [table], files) if files else 0
+            inline = [blob for blob in blobs if not files or blob.fd is None]
+            small = b"".join(blob.data for blob in inline if blob.data is not None)
+            if all(blob.data is not None for blob in inline):
+                self.sock.sendall(table[sent:] + small)
+                return
+            self.sock.sendall(table[sent:])
+            for blob in inline:
+                if blob.data is not None:
+                    self.sock.sendall(blob.data)
+                else:
+                    with open(os.dup(blob.fd), "rb") as file:  # type: ignore[arg-type]
+                        self.sock.sendfile(file, 0, blob.size)
 
-    def receive(self) -> list[memoryview]:
-        """The blobs of the next message, each to be read by `from_blob`.
+    def receive(self) -> list[Blob]:
+        """The blobs of the next message.
 
         Raises:
             EOFError: the other end is gone.
+            OSError: the same, or a message was begun and not finished within the socket's time limit.
         """
-        head, fds, _, _ = socket.recv_fds(self.sock, 8, 8, socket.MSG_CMSG_CLOEXEC)
+        head, fds, _, _ = socket.recv_fds(self.sock, 8, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
         if not head:
             raise EOFError
-        head += self._exactly(8 - len(head))
+        head += self._exactly(bytearray(8 - len(head)))
         (count,) = struct.unpack("<Q", head)
-        table = struct.unpack(f"<{2 * count}Q", self._exactly(16 * count))
+        table = struct.unpack(f"<{2 * count}Q", self._exactly(bytearray(16 * count)))
         blobs = []
         for size, is_file in zip(table[::2], table[1::2], strict=True):
-            blobs.append(_map_file(fds.pop(0), size) if is_file else memoryview(self._exactly(size)))
+            if is_file:
+                blobs.append(Blob.received(size, fd=fds.pop(0)))
+            elif size <= INLINE_LIMIT:
+                blobs.append(Blob.received(size, data=self._exactly(bytearray(size))))
+            else:
+                blobs.append(self._into_file(size))
         return blobs
 
     def close(self) -> None:
         """Close the socket."""
         self.sock.close()
 
-    def _exactly(self, size: int) -> bytearray:
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            got = self.sock.recv_into(view)
-            if not got:
-                raise EOFError
-            view = view[got:]
+    def _into_file(self, size: int) -> Blob:
+        blob = Blob.received(size, fd=os.memfd_create("exactrl", os.MFD_CLOEXEC))
+        os.truncate(blob.fd, size)  # type: ignore[arg-type]
+        with mmap.mmap(blob.fd, size) as shared, memoryview(shared) as view:  # type: ignore[arg-type]
+            self._exactly(view)
+        return blob
+
+    def _exactly(self, data: Any) -> Any:
+        with memoryview(data) as view:
+            done = 0
+            while done < len(view):
+                got = self.sock.recv_into(view[done:])
+                if not got:
+                    raise EOFError
+                done += got
         return data
 
 
@@ -207,11 +233,3 @@ def _write(fd: int, piece: bytes | memoryview) -> None:
     view = memoryview(piece)
     while view:
         view = view[os.write(fd, view[:_WRITE_LIMIT]) :]
-
-
-def _map_file(fd: int, size: int) -> memoryview:
-    # Private: a receiver may write to its tensors, and its copy of a page is made only then.
-    try:
-        return memoryview(mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
-    finally:
-        os.close(fd)

@@ -1,13 +1,13 @@
 """One trainer rank: the roles it holds, and what leaves it (weights, digests, checkpoints).
 
-Built by a worker group inside an initialised process group; the loop calls its methods by name (`actor.update`,
-`export_weights`). Every public method is collective unless it says otherwise.
+Built by a worker group inside an initialised process group; `trainer/remote_models.py` calls its methods. Every public method is
+collective unless it says otherwise.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from configs.schema import Config
 from determinism import environment
 from determinism.digest import module_digests
+from workers.models.batch import LossTotals, MiniBatch, TokenBatch, UpdateResult
 from workers.models.policy import BaseOfAdapters, PolicyModel
 from workers.models.sharded_model import ShardedModel
 from workers.models.sharding import rank_mesh
@@ -54,6 +55,7 @@ class TrainerWorker:
         self.critic = self._value() if "critic" in roles else None
         if self.actor is not None:
             self.actor.reference = self.ref
+        self._columns: dict[str, Tensor] = {}
 
     def _actor(self) -> PolicyModel:
         config = self.config
@@ -107,20 +109,60 @@ class TrainerWorker:
         models = {"critic": self.critic, "actor": self.actor}
         return {name: model for name, model in models.items() if model is not None}
 
+    def place(self, columns: Mapping[str, Tensor], fresh: bool) -> None:
+        """Take over columns of the step's batch, by the names of `TokenBatch`'s fields. Not collective.
+
+        Args:
+            fresh: of another batch; otherwise the columns that were placed before stay.
+        """
+        self._columns = {**({} if fresh else self._columns), **columns}
+
+    def logprobs(self, leaves: Sequence[Tensor], role: str, temperature: float) -> list[tuple[Tensor, Tensor]]:
+        """Log-probabilities and entropies of `actor` or `ref`, per leaf [n, t] float32, 0 outside the mask.
+
+        Args:
+            leaves: this rank's leaves; of each the [n] int64 rows of the placed batch.
+        """
+        batch = self._batch()
+        return getattr(self, role).logprobs([batch.select(rows) for rows in leaves], temperature)
+
+    def values(self, leaves: Sequence[Tensor], with_end: bool) -> list[Tensor]:
+        """The critic's values, per leaf [n, t] float32, 0 outside the mask.
+
+        Args:
+            leaves: as in `logprobs`.
+            with_end: one column more, with the value after the last token too (`TokenBatch.with_end`).
+        """
+        assert self.critic is not None, "this trainer has no critic"
+        batch = self._batch().with_end() if with_end else self._batch()
+        return self.critic.values([batch.select(rows) for rows in leaves])
+
+    def update(
+        self, mini_batches: Sequence[tuple[Sequence[Tensor], LossTotals]], role: str, loss: Any
+    ) -> list[UpdateResult]:
+        """One optimizer step of `actor` or `critic` a mini-batch.
+
+        Args:
+            mini_batches: of each this rank's leaves as in `logprobs`, and the counts of the whole mini-batch.
+        """
+        batch = self._batch()
+        chosen = [MiniBatch([batch.select(rows) for rows in leaves], totals) for leaves, totals in mini_batches]
+        return self.trained[role].update(chosen, loss)
+
+    def _batch(self) -> TokenBatch:
+        return TokenBatch(**self._columns)
+
     def end_step(self) -> None:
-        """Advance every learning-rate schedule; once a training step."""
+        """Advance every learning-rate schedule, and forget the batch; once a training step."""
+        self._columns = {}
         for model in self.trained.values():
             model.end_step()
 
-    def export_weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
-        """The actor's whole weights in float32 on the CPU, by Hugging Face name (tied ones once).
-
-        Args:
-            everywhere: on every rank (each has engines of its own to feed); otherwise None except on rank 0.
-        """
+    def export_weights(self) -> dict[str, Tensor] | None:
+        """The actor's whole weights in float32 on the CPU, by Hugging Face name (tied ones once); None except on rank 0."""
         if self.actor is None:
             raise ValueError("export_weights: this trainer has no actor")
-        return self._whole(self.actor, everywhere)
+        return self._whole(self.actor)
 
     def whole_weights(self, role: str) -> dict[str, Tensor] | None:
         """Like `export_weights` for any role, on rank 0 only: the raw values of a full ledger."""
@@ -179,8 +221,8 @@ class TrainerWorker:
     def _state(self) -> dict[str, dict[str, Tensor]]:
         return {name: model.state() for name, model in self.trained.items()}
 
-    def _whole(self, model: ShardedModel, everywhere: bool = False) -> dict[str, Tensor] | None:
-        main = everywhere or dist.get_rank() == 0
+    def _whole(self, model: ShardedModel) -> dict[str, Tensor] | None:
+        main = dist.get_rank() == 0
         weights = {}
         for name, tensor in model.export():
             if main:

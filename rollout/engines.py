@@ -1,0 +1,120 @@
+"""Rollout engines: what one must do, which there are, and all replicas of a run as the driver sees them.
+
+    GenerationRequest --RolloutEngines.submit--> a replica's process: RolloutEngine.add, step, step, ... --> future of a Generation
+
+Another engine is one file with a class that has `RolloutEngine`'s methods, and one line in `ENGINES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rollout.routing import assign
+from rollout.types import Generation, GenerationRequest
+from workers.launch.group import WorkerGroup
+from workers.launch.transport import Blob
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ENGINES = {"vllm": "rollout.vllm_engine:VLLMEngine"}
+"""Name (`rollout.engine`) -> module and class. Built with the arguments of `VLLMEngine`."""
+
+
+class RolloutEngine(Protocol):
+    """One replica. Its process is its own, so it may touch global generators and thread pools."""
+
+    work: str
+    """`generate`: what its work is called in metrics (`timing_s/busy/generate`)."""
+
+    def add(self, number: int, request: GenerationRequest) -> None:
+        """Take a request on; others may be in work.
+
+        Args:
+            number: what `step` will call it.
+
+        Raises:
+            ValueError: it cannot be served as asked (too long for the context, ...).
+        """
+        ...
+
+    def step(self) -> Sequence[tuple[int, Generation]]:
+        """Work for a moment; what has finished. Called while requests are in work."""
+        ...
+
+    def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Replace the policy's weights; later generations carry `weight_version=version`. No request is in work.
+
+        Args:
+            tensors: every parameter under its checkpoint name, full (not sharded), on any device, any float dtype.
+            version: number of weight updates these weights have seen.
+
+        Raises:
+            ValueError: a name is missing, unknown or has the wrong shape; the engine must not be used afterwards.
+        """
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What is in force in this process, read back, for the run's manifest."""
+        ...
+
+    def close(self) -> None:
+        """Free the engine's memory; safe to call twice."""
+        ...
+
+
+def engine_class(name: str) -> type:
+    """The class behind a name of `ENGINES`; imports its module."""
+    module, _, attribute = ENGINES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+class RolloutEngines:
+    """All replicas. Requests may be submitted at any time; no replica waits for another.
+
+    Args:
+        group: a `RolloutEngine` in each worker.
+        keep_groups: `rollout.serialize_group_samples`.
+    """
+
+    def __init__(self, group: WorkerGroup, keep_groups: bool = False) -> None:
+        self.group = group
+        self._keep_groups = keep_groups
+        self._loading: list[Future[Blob]] = []
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Generation]]:
+        """Place requests on replicas; a future for each, in their order."""
+        futures: dict[Any, Future[Generation]] = {}
+        for replica, share in enumerate(assign(requests, self.group.size, keep_groups=self._keep_groups)):
+            found = self.group.submit(replica, share)
+            futures.update(zip((request.key for request in share), found, strict=True))
+        return [futures[request.key] for request in requests]
+
+    def ask_each(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
+        """Give the same requests to every replica, and wait; a list a replica, in the order of `requests`."""
+        return ask_each(self.group, requests)
+
+    def load_weights(self, weights: Blob | Mapping[str, Tensor], version: int) -> None:
+        """Send every engine new weights; returns at once. Each takes them after the requests before this call and before those after it.
+
+        Raises:
+            WorkerError: an engine could not take the weights of an earlier call.
+        """
+        self.wait_for_weights()
+        self._loading = self.group.send("load_weights", tensors=weights, version=version)
+
+    def wait_for_weights(self) -> None:
+        """Wait until every engine has the weights that it was sent; raises as `load_weights` does."""
+        loading, self._loading = self._loading, []
+        for future in loading:
+            future.result()
+
+
+def ask_each(group: WorkerGroup, requests: Sequence[Any]) -> list[list[Any]]:
+    """Give the same requests to every engine of a group, and wait; a list an engine, in the order of `requests`."""
+    futures = [group.submit(worker, requests) for worker in range(group.size)]
+    wait([future for own in futures for future in own], return_when=FIRST_EXCEPTION)
+    return [[future.result() for future in own] for own in futures]

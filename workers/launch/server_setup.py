@@ -1,0 +1,22 @@
+"""The first module that the fork server imports: it takes over the workers' environment before anything that reads it is imported.
+
+Its output goes to a log from here on: what libraries say while they are imported, and while they are taken apart at the end, would
+otherwise stand between the run's own lines. (A worker's output goes to a log of its own, see `service.py`.)
+"""
+
+import json
+import os
+import sys
+
+NAME = "EXACTRL_FORK_SERVER"
+"""Variable with the environment, the import path and the log, as JSON."""
+
+if NAME in os.environ:
+    _told = json.loads(os.environ[NAME])
+    os.environ.clear()
+    os.environ.update(_told["env"])
+    sys.path[:] = _told["path"]
+    _log = os.open(_told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for _stream in (1, 2):
+        os.dup2(_log, _stream)
+    os.close(_log)

@@ -1,0 +1,306 @@
+"""The worker's side: a process that connects to the driver, makes its worker and answers.
+
+    in    ("build",) + factory            ("call", id, method, has_argument, names) + argument + keywords + a blob for each name
+          ("requests", ids) + requests    ("stop",)
+    out   ("ready",)                      ("ok", id) + result, ("error", id, traceback)
+          ("done", ids) + results         ("beat",), every few seconds, whatever the worker is at
+
+Messages are taken in order. Requests run together; a call waits until the requests before it are done, and holds up those after it: so
+new weights come after what was asked for under the old ones, and before what is asked for later, without anybody waiting for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any, Protocol
+
+from workers.launch.lifeline import die_with_parent, process_group, start_guard, traceback_text
+from workers.launch.transport import Blob, Channel
+
+BEAT_S = 1.0
+"""Seconds between two signs of life."""
+BUSY = "busy_seconds"
+"""Method that every worker answers at once: seconds in each of its methods since it was last asked (`timing_s/busy/*`)."""
+FAREWELL_S = 30.0
+"""Longest wait of a failed rank for the driver to end it."""
+Address = str | tuple[str, int]
+"""A Unix socket's (abstract) name, or host and port."""
+
+
+class Engine(Protocol):
+    """A worker that takes requests as well as calls: many are in work at a time."""
+
+    work: str
+    """What its work is called among its methods (`generate`, `score`)."""
+
+    def add(self, number: int, request: Any) -> None:
+        """Take a request on, known as `number`.
+
+        Raises:
+            ValueError: it can't be served as asked.
+        """
+        ...
+
+    def step(self) -> Sequence[tuple[int, Any]]:
+        """Work for a moment; (number, result) of what has finished."""
+        ...
+
+
+class Hosted:
+    """A worker in this process: called by name, with a clock on every call."""
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        with without_collection():
+            self.worker = factory()
+        self._busy: dict[str, float] = {}
+
+    def call(self, method: str, arguments: Sequence[Any], common: Mapping[str, Any]) -> Any:
+        """`worker.<method>(*arguments, **common)`; a dotted name reaches into attributes (`actor.update`).
+
+        Raises:
+            AttributeError: the worker has no such method.
+        """
+        if method == BUSY:
+            busy, self._busy = self._busy, {}
+            return busy
+        target = functools.reduce(getattr, method.split("."), self.worker)
+        with self.clock(method):
+            return target(*arguments, **common)
+
+    @contextlib.contextmanager
+    def clock(self, method: str) -> Iterator[None]:
+        """Count the time inside as `method`'s."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._busy[method] = self._busy.get(method, 0.0) + time.perf_counter() - start
+
+    def close(self) -> None:
+        """Let the worker close itself."""
+        if hasattr(self.worker, "close"):
+            self.worker.close()
+
+
+class Service:
+    """Answers the driver's messages, and lets an engine work between them."""
+
+    def __init__(self, channel: Channel, on_failure: Callable[[], None] | None = None) -> None:
+        """Args:
+        on_failure: called after the driver was told that a call (of a worker that takes no requests) has raised.
+        """
+        self._channel = channel
+        self._on_failure = on_failure
+        self._waiting: deque[tuple[list[Any], list[Blob]]] = deque()
+        self._open: set[int] = set()
+        self._hosted: Hosted | None = None
+        self._engine: Engine | None = None
+        self._stopped = False
+        self.failed = False
+        """A call of a worker that takes no requests has raised."""
+
+    def serve(self) -> None:
+        """Answer until told to stop. An engine's requests are given up then.
+
+        Raises:
+            EOFError, OSError: the driver is gone.
+        """
+        while not self._stopped:
+            idle = not self._open and not self._waiting
+            while idle or select.select([self._channel], [], [], 0)[0]:
+                self._take()
+                idle = False
+            # A call waits for the requests before it.
+            while self._waiting and not self._stopped and (not self._open or self._waiting[0][0][0] == "requests"):
+                self._handle(*self._waiting.popleft())
+            if self._open and not self._stopped:
+                self._step()
+        if self._hosted is not None:
+            self._hosted.close()
+
+    def _take(self) -> None:
+        control, *blobs = self._channel.receive()
+        message = list(control.value())
+        if message[0] == "stop":
+            self._stopped = True
+            self._waiting.clear()
+        elif message[0] == "call" and message[2] == BUSY:
+            self._handle(message, blobs)
+        else:
+            self._waiting.append((message, blobs))
+
+    def _handle(self, message: list[Any], blobs: list[Blob]) -> None:
+        kind, *details = message
+        if kind == "build":
+            self._answer(("ready",), ("error", 0), lambda: self._build(blobs[0]))
+        elif kind == "call":
+            number, method, has_argument, names = details
+            self._answer(("ok", number), ("error", number), lambda: self._call(blobs, method, has_argument, names))
+        else:
+            self._add(details[0], blobs[0].value())
+
+    def _build(self, factory: Blob) -> None:
+        self._hosted = Hosted(lambda: factory.value()())  # unpickling imports the worker's modules
+        if hasattr(self._hosted.worker, "step"):
+            self._engine = self._hosted.worker
+
+    def _call(self, blobs: list[Blob], method: str, has_argument: bool, names: Sequence[str]) -> Any:
+        assert self._hosted is not None, "built before it is called"
+        values = [blob.value() for blob in blobs]
+        arguments = [values.pop(0)] if has_argument else []
+        keywords, *handed = values
+        return self._hosted.call(method, arguments, keywords | dict(zip(names, handed, strict=True)))
+
+    def _add(self, numbers: Sequence[int], requests: Sequence[Any]) -> None:
+        hosted, engine = self._engine_at_work()
+        for number, request in zip(numbers, requests, strict=True):
+            try:
+                with hosted.clock(engine.work):
+                    engine.add(number, request)
+                self._open.add(number)
+            except Exception as error:
+                self._send(("error", number, traceback_text(error)))
+
+    def _step(self) -> None:
+        hosted, engine = self._engine_at_work()
+        try:
+            with hosted.clock(engine.work):
+                finished = engine.step()
+        except Exception as error:
+            text = traceback_text(error)
+            for number in sorted(self._open):
+                self._send(("error", number, text))
+            self._open.clear()
+            return
+        if finished:
+            self._open.difference_update(number for number, _ in finished)
+            self._send(("done", [number for number, _ in finished]), [result for _, result in finished])
+
+    def _engine_at_work(self) -> tuple[Hosted, Engine]:
+        if self._hosted is None or self._engine is None:
+            raise RuntimeError("requests came for a worker that takes none")
+        return self._hosted, self._engine
+
+    def _answer(self, good: tuple[Any, ...], bad: tuple[Any, ...], function: Callable[[], Any]) -> None:
+        try:
+            result = Blob(function())
+        except Exception as error:
+            self._send((*bad, traceback_text(error)))
+            if self._engine is None:
+                self.failed = True
+                if self._on_failure is not None:
+                    self._on_failure()
+            return
+        self._flush()
+        self._channel.send(Blob(good), result)
+
+    def _send(self, message: tuple[Any, ...], value: Any = None) -> None:
+        self._flush()
+        self._channel.send(Blob(message), Blob(value))
+
+    @staticmethod
+    def _flush() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def connect(addresses: Sequence[Address], key: bytes, label: str) -> Channel:
+    """Connect to the driver at the first of its addresses that answers, and say who this is.
+
+    Raises:
+        ConnectionError: none answers.
+        multiprocessing.AuthenticationError: it has another key.
+    """
+    problems = []
+    for address in addresses:
+        try:
+            with Client(address, authkey=key) as connection:
+                channel = Channel(socket.socket(fileno=os.dup(connection.fileno())))
+        except (OSError, EOFError) as error:
+            problems.append(f"{address!r}: {error}")
+            continue
+        channel.send(Blob((label, os.getpid(), socket.gethostname())))
+        return channel
+    raise ConnectionError(f"{label} can't reach the driver of the run: {'; '.join(problems)}")
+
+
+def beat(channel: Channel) -> None:
+    """Send signs of life from a thread of its own; once the driver is gone, nothing here has a use any more."""
+
+    def work() -> None:
+        while True:
+            try:
+                channel.send(Blob(("beat",)))
+            except OSError:
+                os._exit(1)
+            time.sleep(BEAT_S)
+
+    threading.Thread(target=work, name="heartbeat", daemon=True).start()
+
+
+def worker_process(
+    label: str, addresses: Sequence[Address], key: bytes, log: str, env: Mapping[str, str], parent: int | None
+) -> None:
+    """The program of a worker's process.
+
+    Args:
+        label: the worker's name, such as `rollout-1`.
+        log: file for its output, native code's too.
+        env: its variables: all of them for an interpreter of its own; for a fork those that the server does not have.
+        parent: process id of the parent of an interpreter of its own; None for a fork.
+    """
+    os.setsid()  # Ctrl-C reaches only the driver, and what this process starts can be ended with it
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+    die_with_parent(parent or os.getppid())
+    if parent is not None:
+        os.environ.clear()
+    os.environ.update(env)
+    line, guard = start_guard()
+    channel = connect(addresses, key, label)
+    # Neither may live on in a child of the worker: the driver and the guard take a closed end for this process's end.
+    for owned in (channel.fileno(), line):
+        os.set_inheritable(owned, False)
+        os.register_at_fork(after_in_child=functools.partial(os.closerange, owned, owned + 1))
+    beat(channel)
+    with contextlib.suppress(EOFError, OSError):
+        Service(channel).serve()
+    # Who is left behind stays guarded: the parent, which would end them, may be killed while it waits for this process.
+    if process_group() <= {os.getpid(), guard}:
+        os.write(line, b"\n")
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """No automatic garbage collection while a process imports and builds, and none afterwards of what it has made by then.
+
+    An import makes millions of lasting objects, and walking them again and again is a fifth of its time. Frozen, they also stay
+    untouched in the forks of this process, which therefore share their memory.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+def log_of(folder: Path, label: str) -> Path:
+    """Where a worker's output goes."""
+    return folder / f"{label}.log"

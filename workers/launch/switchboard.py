@@ -1,0 +1,314 @@
+"""The driver's side: a line to each worker process, and one thread that listens to all of them.
+
+    worker processes ── connect, prove that they know the key ──> accepting thread ──> Line
+    Line.call, Line.submit ──> messages out                       listening thread ──> futures resolved
+
+A worker that dies closes its line; one that is silent for too long (stopped, its machine gone) is given up by name. Either way every
+future of it fails with what is known: its end, its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Listener
+from typing import Any
+
+from workers.launch.service import Address
+from workers.launch.transport import Blob, Channel
+
+log = logging.getLogger(__name__)
+TICK_S = 0.5
+LOOK_S = 2.0
+"""How often processes that have not connected yet are looked at."""
+BUILD = 0
+"""The number of the reply to "build"; calls and requests count from 1."""
+
+
+class WorkerError(RuntimeError):
+    """A worker failed. The message holds the worker's own traceback, so it is what the user sees."""
+
+
+class Line:
+    """One worker, as the driver sees it."""
+
+    def __init__(self, label: str, describe_end: Callable[[float], tuple[str, str]], start_timeout_s: float) -> None:
+        """A worker that has been asked for and is still to connect.
+
+        Args:
+            describe_end: how its process ended ("" when that isn't known), and the end of its log; given the seconds to wait for an end.
+            start_timeout_s: how long it may take to be built, from when it is told what to build.
+        """
+        self.label = label
+        self.pid: int | None = None
+        self.host = ""
+        self.ready: Future[None] = Future()
+        """Done when the worker is built."""
+        self.start_s = 0.0
+        """Seconds from when it was asked for until it was built."""
+        self.silence = 0.0
+        """Seconds since it was last heard."""
+        self._asked, self._deadline, self._next_look = math.inf, math.inf, math.inf
+        self.failure: str | None = None
+        self._start_timeout_s = start_timeout_s
+        self._describe_end = describe_end
+        self._channel: Channel | None = None
+        self._factory: Blob | None = None
+        self._numbers = itertools.count(BUILD + 1)
+        self._pending: dict[int, tuple[Future[Any], str]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        where = "" if self.host in ("", socket.gethostname()) else f" on {self.host}"
+        return f"{self.label} (pid {self.pid}{where})" if self.pid is not None else self.label
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has been asked for something that it has not answered."""
+        return bool(self._pending) or not self.ready.done()
+
+    def build(self, factory: Blob) -> None:
+        """What it is to make as soon as it is there."""
+        self._asked = time.monotonic()
+        self._deadline, self._next_look = self._asked + self._start_timeout_s, self._asked + LOOK_S
+        with self._lock:
+            self._factory = factory
+            channel = self._channel
+        if channel is not None:
+            self._send("its start", Blob(("build",)), factory)
+
+    def attach(self, channel: Channel, pid: int, host: str) -> None:
+        """The worker's process has connected."""
+        with self._lock:
+            self._channel, self.pid, self.host = channel, pid, host
+            factory = self._factory
+        if factory is not None:
+            self._send("its start", Blob(("build",)), factory)
+
+    def call(self, method: str, arguments: Sequence[Blob], common: Blob, handed: Mapping[str, Blob]) -> Future[Blob]:
+        """Call the worker's `method`; its result stays packed."""
+        number, future = self._expect(method)
+        control = Blob(("call", number, method, bool(arguments), list(handed)))
+        self._send(method, control, *arguments, common, *handed.values())
+        return future
+
+    def submit(self, requests: Sequence[Any], what: str) -> list[Future[Any]]:
+        """Give an engine requests; a future for each."""
+        expected = [self._expect(what) for _ in requests]
+        if requests:
+            self._send(what, Blob(("requests", [number for number, _ in expected])), Blob(list(requests)))
+        return [future for _, future in expected]
+
+    def stop(self) -> None:
+        """Ask it to end; one that is at something hears it later."""
+        if self._channel is not None:
+            with contextlib.suppress(OSError):
+                self._channel.sock.settimeout(0.2)
+                self._channel.send(Blob(("stop",)))
+
+    def hear(self, blobs: Sequence[Blob]) -> None:
+        """Take a message in."""
+        self.silence = 0.0
+        kind, *details = blobs[0].value()
+        if kind == "ready":
+            self.start_s = time.monotonic() - self._asked
+            self.ready.set_result(None)
+        elif kind == "ok":
+            self._resolve(details[0], blobs[1])
+        elif kind == "done":
+            for number, result in zip(details[0], blobs[1].value(), strict=True):
+                self._resolve(number, result)
+        elif kind == "error":
+            self._refuse(*details)
+
+    def lose(self, what: str = "") -> None:
+        """The worker is gone; everything that was asked of it fails.
+
+        Args:
+            what: how it was lost; empty when its line closed.
+        """
+        if self.failure is not None:
+            return
+        ended, tail = self._describe_end(2.0)
+        with self._lock:
+            pending, self._pending = self._pending, {}
+            during = next((method for _, method in pending.values()), "its start" if not self.ready.done() else "")
+            while_at = f" during {during}" if during else ""
+            parts = [f"{self.name} {what or ended or 'closed its connection'}{while_at}", tail]
+            self.failure = "\n".join(part for part in parts if part)
+        for future in [self.ready, *(future for future, _ in pending.values())]:
+            if not future.done():
+                future.set_exception(WorkerError(self.failure))
+
+    def check_start(self) -> None:
+        """Notice a worker that is not built in time, or whose process ended before it could connect."""
+        if self.ready.done():
+            return
+        if time.monotonic() > self._deadline:
+            self.lose(f"was not ready after {self._start_timeout_s:g} s")
+        elif self.pid is None and time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            if self._describe_end(0.0)[0]:
+                self.lose()
+
+    def close(self) -> None:
+        """Close the line; what is still asked fails."""
+        self.failure = self.failure or f"{self.label} was called after the group was closed"
+        if self._channel is not None:
+            self._channel.close()
+        for future, _ in [*self._pending.values(), (self.ready, "")]:
+            if not future.done():
+                future.set_exception(WorkerError(self.failure))
+
+    def _expect(self, method: str) -> tuple[int, Future[Any]]:
+        future: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            if self.failure is not None:
+                future.set_exception(WorkerError(self.failure))
+            else:
+                self._pending[number] = (future, method)
+        return number, future
+
+    def _send(self, method: str, *blobs: Blob) -> None:
+        channel = self._channel
+        if self.failure is not None or channel is None:
+            return
+        try:
+            channel.send(*blobs)
+        except TimeoutError:
+            self.lose(f"takes no message any more, while {method} was sent to it")
+        except OSError:
+            self.lose()
+
+    def _resolve(self, number: int, result: Any) -> None:
+        with self._lock:
+            future, _ = self._pending.pop(number, (None, ""))
+        if future is not None:
+            future.set_result(result)
+
+    def _refuse(self, number: int, text: str) -> None:
+        if number == BUILD:
+            self.ready.set_exception(WorkerError(self._raised("its start", text)))
+            return
+        with self._lock:
+            future, method = self._pending.pop(number, (None, ""))
+        if future is not None:
+            future.set_exception(WorkerError(self._raised(method, text)))
+
+    def _raised(self, method: str, text: str) -> str:
+        _, tail = self._describe_end(0.0)
+        return "\n".join(part for part in (f"{self.name} raised in {method}", text, tail) if part)
+
+
+class Switchboard:
+    """Takes connections and listens."""
+
+    def __init__(self, silence_s: float, host: str | None = None) -> None:
+        """Begin to listen.
+
+        Args:
+            silence_s: longest silence of a worker before it is given up; 0 waits for ever.
+            host: address of this machine at which workers of other machines reach it; None serves this machine only.
+        """
+        self.key = secrets.token_bytes(32)
+        self._silence_s = silence_s
+        self._lines: dict[str, Line] = {}
+        self._closed = False
+        self._selector = selectors.DefaultSelector()
+        # An abstract name: nothing lies in a folder, and nobody beyond this network namespace can reach it.
+        self.addresses: list[Address] = [f"\0exactrl-{secrets.token_hex(16)}"]
+        self._listeners = [Listener(self.addresses[0], backlog=64, authkey=self.key)]
+        if host is not None:
+            self._listeners.append(Listener((host, 0), backlog=64, authkey=self.key))
+            self.addresses.append(self._listeners[1].address)
+        for listener in self._listeners:
+            threading.Thread(target=self._accept, args=(listener,), name="accepting", daemon=True).start()
+        threading.Thread(target=self._listen, name="listening", daemon=True).start()
+
+    def expect(self, line: Line) -> Line:
+        """A worker with this label will connect."""
+        self._lines[line.label] = line
+        return line
+
+    def forget(self, lines: Sequence[Line]) -> None:
+        """These are closed; they are not watched any more."""
+        for line in lines:
+            self._lines.pop(line.label, None)
+            if line._channel is not None:
+                with contextlib.suppress(KeyError, ValueError):
+                    self._selector.unregister(line._channel)
+            line.close()
+
+    def close(self) -> None:
+        """Take no connections any more, and close every line."""
+        self._closed = True
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.close()
+        self.forget(list(self._lines.values()))
+
+    def _accept(self, listener: Listener) -> None:
+        while not self._closed:
+            try:
+                with listener.accept() as connection:
+                    channel = Channel(socket.socket(fileno=os.dup(connection.fileno())))
+                channel.sock.settimeout(self._silence_s or None)
+                label, pid, host = channel.receive()[0].value()
+                line = self._lines[label]
+            except Exception as error:  # a stranger, or one that went away: no reason to stop listening
+                if not self._closed:
+                    log.debug("a connection was refused: %s", error)
+                    time.sleep(0.01)
+                continue
+            line.attach(channel, pid, host)
+            self._selector.register(channel, selectors.EVENT_READ, line)
+
+    def _listen(self) -> None:
+        before = time.monotonic()
+        while not self._closed:
+            for key, _ in self._selector.select(TICK_S):
+                line = key.data
+                try:
+                    line.hear(key.fileobj.receive())  # type: ignore[union-attr]
+                except TimeoutError:
+                    self._give_up(line)
+                except (EOFError, OSError, ValueError):
+                    self._drop(line)
+                    line.lose()
+            now = time.monotonic()
+            # A driver that was itself stopped for a while has heard nobody, which is nobody's fault.
+            elapsed, before = min(now - before, 2 * TICK_S), now
+            for line in list(self._lines.values()):
+                self._watch(line, elapsed)
+
+    def _watch(self, line: Line, elapsed: float) -> None:
+        line.check_start()
+        if line.pid is None or line.failure is not None:
+            return
+        line.silence += elapsed
+        if self._silence_s and line.silence > self._silence_s:
+            self._give_up(line)
+
+    def _give_up(self, line: Line) -> None:
+        self._drop(line)
+        line.lose(
+            f"has given no sign of life for {self._silence_s:g} s (launcher.silence_s): its process is stopped, or its machine is gone"
+        )
+
+    def _drop(self, line: Line) -> None:
+        if line._channel is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(line._channel)
