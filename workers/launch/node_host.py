@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ POLITE_S, BUSY_S, TERM_S = 3.0, 0.3, 1.5
 """`end` waits this long for workers that were asked to stop (those in a call can't listen), and then after SIGTERM, before SIGKILL."""
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _LAUNCH_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ACCELERATE_", "FSDP_")
+_SERVER_GONE = 255
+"""What `multiprocessing` gives as the exit code of a fork whose server can't tell it any more."""
 _EARLY = ("PYTHONHASHSEED", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED")
 """What Python reads when it starts."""
 _starting = threading.Lock()
@@ -83,7 +86,10 @@ class NodeHost:
             return self._failed.get(label, ""), log_tail(path)
         process, start = self._processes[label]
         process.join(patience_s)
-        return "" if process.exitcode is None else exit_text(process.exitcode), log_tail(path, start)
+        code = process.exitcode
+        if code == _SERVER_GONE and isinstance(process, ForkServerProcess):
+            return "ended with the server that forked it, which is gone (killed by someone, or for lack of memory)", ""
+        return "" if code is None else exit_text(code), log_tail(path, start)
 
     def end(self, labels: Sequence[str], idle: bool) -> None:
         """End workers that were asked to stop: SIGTERM, then SIGKILL; returns when they and what they started are gone.

@@ -6,7 +6,9 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +16,14 @@ import psutil
 
 from workers.launch.lifeline import end_processes
 from workers.launch.node_host import import_path
+from workers.launch.ray_guard import start_guard_of
 from workers.launch.resources import Needs, ResourceError, check
 
 log = logging.getLogger(__name__)
 RESERVE_S = 60.0
 """Longest wait for the slots; on a shared cluster others may hold them."""
+SHUTDOWN_S = 6.0
+"""Longest wait for Ray's own end."""
 KNOCK_S = 10.0
 """Longest wait for the head of a cluster to take a connection."""
 
@@ -35,15 +40,19 @@ class Slot:
     """Device ids on that node."""
 
 
-def start_ray(address: str | None, num_cpus: int | None) -> bool:
-    """Connect; True when it was done here and is to be undone here."""
+def start_ray(address: str | None, num_cpus: int | None) -> Callable[[], None]:
+    """Start a Ray on this machine, or connect to the one at `address`; returns what undoes it.
+
+    Raises:
+        ResourceError: no cluster answers at `address`.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray's answer to actors without GPUs: leave CUDA_VISIBLE_DEVICES alone (and don't warn about it).
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
     if ray.is_initialized():
-        return False
+        return lambda: None  # somebody else's
     # Says at each start that a token guards the local cluster, which is as it should be.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "exactrl"}
@@ -56,11 +65,33 @@ def start_ray(address: str | None, num_cpus: int | None) -> bool:
             raise ResourceError(
                 f"launcher.ray_address={address}: no Ray cluster answers there ({error}){way_out}"
             ) from error
-    else:
+        return _shut_down
+    # Ray puts Unix sockets there, whose paths may have 107 bytes.
+    folder = tempfile.mkdtemp(prefix="exactrl-ray-", dir=None if len(tempfile.gettempdir()) <= 30 else "/tmp")
+    guard = start_guard_of(folder)
+
+    def end() -> None:
+        _shut_down()
+        guard.communicate()
+
+    try:
         # "local": a cluster that RAY_ADDRESS names is joined only when launcher.ray_address says so.
         with _importable_from_here():
-            _start_local({"address": "local", "num_cpus": num_cpus, "include_dashboard": False, **quiet})
-    return True
+            local = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": folder}
+            _start_local({**local, **quiet})
+    except BaseException:
+        end()
+        raise
+    return end
+
+
+def _shut_down() -> None:
+    """Disconnect from Ray, and end the one that was started here. Not for ever: without its head it would wait for it."""
+    import ray
+
+    ending = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+    ending.start()
+    ending.join(SHUTDOWN_S)
 
 
 @contextlib.contextmanager
@@ -116,13 +147,6 @@ def _start_local(options: dict[str, Any]) -> None:
         ours = [child for child in me.children(recursive=True) if before.isdisjoint([child, *child.parents()])]
         end_processes(ours, patience_s=0.0)
         ray.init(**options)
-
-
-def stop_ray() -> None:
-    """Disconnect; a Ray that was started here ends."""
-    import ray
-
-    ray.shutdown()
 
 
 def reserve(needs: Needs) -> Any:

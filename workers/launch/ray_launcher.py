@@ -18,7 +18,7 @@ from workers.launch import distributed
 from workers.launch.group import WorkerFactory, WorkerGroup
 from workers.launch.launcher import Launcher, Place
 from workers.launch.node_host import NodeHost, import_path
-from workers.launch.ray_cluster import Slot, knock, locate, release, reserve, start_ray, stop_ray
+from workers.launch.ray_cluster import Slot, knock, locate, release, reserve, start_ray
 from workers.launch.resources import Needs, ResourceError
 from workers.launch.service import Address
 from workers.launch.switchboard import Switchboard
@@ -62,8 +62,7 @@ class RayLauncher(Launcher):
         self._store: Any = None
         here = NodeHost(logs, device, env, preload)
         undo.callback(here.close)
-        if start_ray(config.ray_address, config.ray_num_cpus):
-            undo.callback(stop_ray)
+        undo.callback(start_ray(config.ray_address, config.ray_num_cpus))
         import ray
 
         placement = reserve(needs)
