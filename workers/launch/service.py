@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Client
-from pathlib import Path
 from typing import Any, Protocol
 
 from workers.launch.lifeline import die_with_parent, process_group, start_guard, traceback_text
@@ -299,8 +298,3 @@ def without_collection() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
-
-
-def log_of(folder: Path, label: str) -> Path:
-    """Where a worker's output goes."""
-    return folder / f"{label}.log"

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 from workers.launch.service import Address
@@ -230,9 +230,9 @@ class Switchboard:
         self._selector = selectors.DefaultSelector()
         # An abstract name: nothing lies in a folder, and nobody beyond this network namespace can reach it.
         self.addresses: list[Address] = [f"\0exactrl-{secrets.token_hex(16)}"]
-        self._listeners = [Listener(self.addresses[0], backlog=64, authkey=self.key)]
+        self._listeners = [Listener(self.addresses[0], backlog=64)]
         if host is not None:
-            self._listeners.append(Listener((host, 0), backlog=64, authkey=self.key))
+            self._listeners.append(Listener((host, 0), backlog=64))
             self.addresses.append(self._listeners[1].address)
         for listener in self._listeners:
             threading.Thread(target=self._accept, args=(listener,), name="accepting", daemon=True).start()
@@ -263,18 +263,26 @@ class Switchboard:
     def _accept(self, listener: Listener) -> None:
         while not self._closed:
             try:
-                with listener.accept() as connection:
-                    channel = Channel(socket.socket(fileno=os.dup(connection.fileno())))
-                channel.sock.settimeout(self._silence_s or None)
-                label, pid, host = channel.receive()[0].value()
-                line = self._lines[label]
-            except Exception as error:  # a stranger, or one that went away: no reason to stop listening
-                if not self._closed:
-                    log.debug("a connection was refused: %s", error)
-                    time.sleep(0.01)
-                continue
-            line.attach(channel, pid, host)
-            self._selector.register(channel, selectors.EVENT_READ, line)
+                connection = listener.accept()
+            except OSError:
+                continue  # one that went away, or the end
+            # Aside: a stranger who says nothing keeps nobody else waiting.
+            threading.Thread(target=self._admit, args=(connection,), name="admitting", daemon=True).start()
+
+    def _admit(self, connection: Connection) -> None:
+        try:
+            with connection:
+                deliver_challenge(connection, self.key)
+                answer_challenge(connection, self.key)
+                channel = Channel(socket.socket(fileno=os.dup(connection.fileno())))
+            channel.sock.settimeout(self._silence_s or None)
+            label, pid, host = channel.receive()[0].value()
+            line = self._lines[label]
+        except Exception as error:
+            log.debug("a connection was refused: %s", error)
+            return
+        line.attach(channel, pid, host)
+        self._selector.register(channel, selectors.EVENT_READ, line)
 
     def _listen(self) -> None:
         before = time.monotonic()
@@ -285,9 +293,12 @@ class Switchboard:
                     line.hear(key.fileobj.receive())  # type: ignore[union-attr]
                 except TimeoutError:
                     self._give_up(line)
-                except (EOFError, OSError, ValueError):
+                except (EOFError, OSError):
                     self._drop(line)
                     line.lose()
+                except Exception as error:  # this thread serves all the others, so nothing may end it
+                    self._drop(line)
+                    line.lose(f"sent what can't be read: {type(error).__name__}: {error}")
             now = time.monotonic()
             # A driver that was itself stopped for a while has heard nobody, which is nobody's fault.
             elapsed, before = min(now - before, 2 * TICK_S), now

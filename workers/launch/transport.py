@@ -1,9 +1,8 @@
 """Values on their way between processes: pickle protocol 5 with the bytes of tensors and arrays beside the pickle.
 
-    pack(value) -> Packed(header, buffers)     header: the pickle; buffers: one block of bytes per tensor or array
-    Blob        -> sizes, header, buffers (aligned) as one block: small ones are bytes, large ones a memory file
-    Channel     -> messages of blobs over a socket. On one machine a memory file's descriptor is sent, so that nothing is copied
-                   through the socket and one file serves every receiver; between machines its bytes are.
+    Blob       a packed value: sizes, pickle, buffers (aligned) as one block. Small ones are bytes, large ones a memory file
+    Channel    messages of blobs over a socket. On one machine a memory file's descriptor is sent, so that nothing is copied
+               through the socket and one file serves every receiver; between machines its bytes are
 
 A process that has no use for a value passes its blob on unopened. Torch's own pickling copies a tensor several times (it writes a file
 format into memory); this path copies it once. Tensors arrive on the CPU, whole and contiguous, whatever device they left from: another
@@ -20,8 +19,6 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 INLINE_LIMIT = 64 * 1024
@@ -33,47 +30,32 @@ _MOST_FILES = 8
 """Of one message."""
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A pickled value."""
-
-    header: bytes | memoryview
-    """The pickle without the large data."""
-    buffers: Sequence[memoryview]
-    """Contiguous bytes of each tensor or array, in the order in which the pickle refers to them."""
-
-
-def pack(value: Any) -> Packed:
-    """Pickle `value`; plain tensors and numpy arrays leave their bytes outside the pickle.
-
-    Raises:
-        pickle.PicklingError, TypeError, AttributeError: something in `value` can't be pickled (a lambda, a local class).
-    """
-    buffers: list[pickle.PickleBuffer] = []
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
-    return Packed(stream.getvalue(), [buffer.raw() for buffer in buffers])
-
-
-def unpack(header: bytes | memoryview, buffers: Iterable[Any]) -> Any:
-    """Inverse of `pack`. Received tensors share memory with `buffers`, which must be writable."""
-    return pickle.loads(header, buffers=buffers)
-
-
 class Blob:
-    """A packed value, made here (`Blob(value)`) or received; it can be opened, and sent on as it is. `close` frees it."""
+    """A packed value, made here or received; it can be opened, and sent on as it is. `close` frees it."""
 
     def __init__(self, value: Any) -> None:
-        packed = value if isinstance(value, Packed) else pack(value)
-        self.size = _blob_size(packed)
+        """Pack `value`.
+
+        Raises:
+            pickle.PicklingError, TypeError, AttributeError: something in it can't be pickled (a lambda, a local class).
+        """
+        buffers: list[pickle.PickleBuffer] = []
+        stream = io.BytesIO()
+        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+        parts = [stream.getvalue(), *(buffer.raw() for buffer in buffers)]
+        table = struct.pack(f"<{1 + len(parts)}Q", len(parts), *(len(part) for part in parts))
+        self.size = sum(_aligned(len(part)) for part in (table, *parts))
         self.data: bytes | bytearray | None = None
         self.fd: int | None = None
         if self.size <= INLINE_LIMIT:
-            self.data = b"".join(_pieces(packed))
+            self.data = b"".join(bytes(part).ljust(_aligned(len(part)), b"\0") for part in (table, *parts))
         else:
             self.fd = os.memfd_create("exactrl", os.MFD_CLOEXEC)
-            for piece in _pieces(packed):
-                _write(self.fd, piece)
+            os.truncate(self.fd, self.size)
+            offset = 0
+            for part in (table, *parts):
+                _write(self.fd, part, offset)
+                offset += _aligned(len(part))
 
     @classmethod
     def received(cls, size: int, data: bytearray | None = None, fd: int | None = None) -> Blob:
@@ -94,7 +76,7 @@ class Blob:
         for size in struct.unpack_from(f"<{count}Q", view, 8):
             parts.append(view[offset : offset + size])
             offset = _aligned(offset + size)
-        return unpack(parts[0], parts[1:])
+        return pickle.loads(parts[0], buffers=parts[1:])
 
     def close(self) -> None:
         """Free the memory file; receivers, and values that were opened, keep what they mapped."""
@@ -214,22 +196,8 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _blob_size(packed: Packed) -> int:
-    sizes = [len(packed.header), *(len(buffer) for buffer in packed.buffers)]
-    return _aligned(8 + 8 * len(sizes)) + sum(_aligned(size) for size in sizes)
-
-
-def _pieces(packed: Packed) -> Iterator[bytes | memoryview]:
-    parts: list[bytes | memoryview] = [packed.header, *packed.buffers]
-    table = struct.pack(f"<{1 + len(parts)}Q", len(parts), *(len(part) for part in parts))
-    for part in (table, *parts):
-        yield part
-        padding = _aligned(len(part)) - len(part)
-        if padding:
-            yield bytes(padding)
-
-
-def _write(fd: int, piece: bytes | memoryview) -> None:
-    view = memoryview(piece)
+def _write(fd: int, part: Any, offset: int) -> None:
+    view = memoryview(part)
     while view:
-        view = view[os.write(fd, view[:_WRITE_LIMIT]) :]
+        written = os.pwrite(fd, view[:_WRITE_LIMIT], offset)
+        view, offset = view[written:], offset + written
