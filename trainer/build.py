@@ -200,13 +200,11 @@ class Engines:
 
 
 def start_engines(config: Config, launcher: Launcher, run: RunDirectory, inputs: Inputs, stack: ExitStack) -> Engines:
-    """Start the engines and the reward functions' processes, which `stack` ends. They are still starting when this returns."""
+    """Start the engines, which the launcher ends, and the reward functions' processes, which `stack` ends. They are still starting when this returns."""
     device = resolve_device(config.launcher.device)
     rollout_group, reward_group = engine_groups(config, launcher, inputs, device)
-    stack.callback(rollout_group.close)
     groups = {"rollout": rollout_group}
     if reward_group is not None:
-        stack.callback(reward_group.close)
         groups["reward"] = reward_group
     reward = RewardManager(
         config.reward,
@@ -243,7 +241,6 @@ def assemble(
     roles = roles_needed(config)
     engines = start_engines(config, launcher, run, inputs, stack)
     trainers = trainer_group(config, launcher, roles)
-    stack.callback(trainers.close)
     trainers.ready()
     checked = engines.check(config, inputs)
     sampler = PromptSampler(inputs.train, config.data.prompts_per_step, config.data.seed, config.data.shuffle)

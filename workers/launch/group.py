@@ -122,6 +122,11 @@ class WorkerGroup:
         self.ready()
         return self._lines[worker].submit(requests, "its requests")
 
+    def ask_to_stop(self) -> None:
+        """Let the workers begin to end; `close` waits for them."""
+        for line in self._lines:
+            line.stop()
+
     def close(self) -> None:
         """End every worker; safe to call twice."""
         if self._closed:

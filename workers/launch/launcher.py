@@ -92,6 +92,8 @@ class Launcher(ABC):
         """End everything this launcher started; safe to call twice."""
         self._before_close()
         groups, self._groups = self._groups, []
+        for group in groups:
+            group.ask_to_stop()
         for group in reversed(groups):
             group.close()
         self._exit_stack.close()

@@ -27,7 +27,7 @@ from workers.launch import server_setup
 from workers.launch.lifeline import descendants, end_processes, exit_text, log_size, log_tail, signal_group
 from workers.launch.service import Address, worker_process
 
-POLITE_S, BUSY_S, TERM_S = 3.0, 0.3, 1.5
+POLITE_S, BUSY_S, TERM_S = 5.0, 0.3, 1.5
 """`end` waits this long for workers that were asked to stop (those in a call can't listen), and then after SIGTERM, before SIGKILL."""
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _LAUNCH_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ACCELERATE_", "FSDP_")
