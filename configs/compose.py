@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configs.field_types import base, element
 from configs.files import Selection, compose_files, group_options, unknown_option
-from configs.inspection import base, element, type_at
 from configs.problems import ConfigError, Problem
 from configs.schema import Config
-from configs.validate import Origin, unknown_key, validate, with_defaults
+from configs.validate import Origin, type_at, unknown_key, validate, with_defaults
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from configs import schema
+from configs.field_types import base, bounds, choices, element, forms, members
 from configs.files import CONFIG_DIR, group_options
-from configs.inspection import base, bounds, choices, element, forms, hints, members
 from configs.schema import MISSING_PATH, Config
+from configs.validate import hints
 
 TARGET = CONFIG_DIR.parent / "docs" / "configuration.md"
 

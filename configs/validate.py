@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from configs.inspection import base, bounds, dotted_keys, element, hints, in_words, type_at
+from configs.field_types import base, bounds, element, in_words
 from configs.problems import ConfigError, Problem
 from configs.schema import MISSING_PATH, Config
 from configs.suggest import suggest_key
@@ -98,6 +98,51 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[Problem]
             value = REPORTED
         values[key] = value
     return list(values.values()) if isinstance(node, ListConfig) else values
+
+
+# --- the schema as data ----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def hints(owner: type) -> dict[str, Any]:
+    """Field name -> type of a dataclass, in order, with what `Annotated` adds."""
+    found = typing.get_type_hints(owner, include_extras=True)
+    return {field.name: found[field.name] for field in dataclasses.fields(owner)}
+
+
+def type_at(path: str) -> Any | None:
+    """The type of the field at a dotted key (list positions are numbers), `Any` below a free dict, None when unknown."""
+    kind: Any = Config
+    for part in path.split("."):
+        inner = base(kind)
+        if dataclasses.is_dataclass(inner):
+            kind = hints(typing.cast(type, inner)).get(part)
+        elif element(kind) is not None and part.isdigit():
+            kind = element(kind)
+        elif typing.get_origin(inner) is dict or inner is Any:
+            kind = Any
+        else:
+            return None
+    return kind
+
+
+@functools.cache
+def dotted_keys() -> tuple[str, ...]:
+    """Every key of the schema; elements of lists as position 0."""
+    return tuple(_dotted(Config, ""))
+
+
+def _dotted(owner: type, prefix: str) -> Iterator[str]:
+    for name, kind in hints(owner).items():
+        yield prefix + name
+        inner = element(kind)
+        below = f"{prefix}{name}." if inner is None else f"{prefix}{name}.0."
+        inner = base(kind if inner is None else inner)
+        if dataclasses.is_dataclass(inner):
+            yield from _dotted(typing.cast(type, inner), below)
+
+
+# --- problems --------------------------------------------------------------------------------------------------------
 
 
 def _readable(detail: ErrorDetails) -> Iterator[Problem]:

@@ -8,9 +8,9 @@ from configs.algorithms import EstimatorNeeds
 from configs.checks import check, cross_check, rollout_context, warn
 from configs.compose import load_config
 from configs.engine_args import BREAKS_BATCH_INVARIANCE, OWNED, vllm_arguments
-from configs.inspection import type_at
 from configs.problems import ConfigError
 from configs.roles import needs, roles_needed
+from configs.validate import type_at
 
 MICRO = "experiment=micro"
 

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from configs import docs, schema
+from configs.field_types import choices
 from configs.files import CONFIG_DIR
-from configs.inspection import choices, hints
+from configs.validate import hints
 
 CLASSES = [value for value in vars(schema).values() if dataclasses.is_dataclass(value)]
 FIELDS = [(owner.__name__, field.name) for owner in CLASSES for field in dataclasses.fields(owner)]

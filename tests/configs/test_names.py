@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from configs.algorithms import ESTIMATORS, POLICY_LOSSES
-from configs.inspection import choices, type_at
+from configs.field_types import choices
+from configs.validate import type_at
 from reward.functions import BUILT_IN
 from rollout.engines import ENGINES
 from trainer.algorithms import advantages, surrogates

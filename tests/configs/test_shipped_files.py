@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 from configs.checks import check
 from configs.compose import load_config
 from configs.files import CONFIG_DIR, group_options
-from configs.inspection import hints
 from configs.schema import Config
+from configs.validate import hints
 
 OPTIONS = [(group, name) for group, names in group_options().items() for name in names]
 EXPERIMENTS = group_options()["experiment"]

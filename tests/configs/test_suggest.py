@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from configs.inspection import dotted_keys
 from configs.suggest import FOREIGN_NAMES, nearest, suggest_key
+from configs.validate import dotted_keys
 
 
 @pytest.mark.parametrize(("unknown", "meant"), sorted(FOREIGN_NAMES.items()))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from configs.compose import load_config
-from configs.inspection import base, dotted_keys, type_at
+from configs.field_types import base
 from configs.problems import ConfigError
 from configs.schema import Config
-from configs.validate import validate, with_defaults
+from configs.validate import dotted_keys, type_at, validate, with_defaults
 
 MICRO = "experiment=micro"
 
