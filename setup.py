@@ -13,6 +13,7 @@ REQUIRES = [
     "ray[default]==2.60.0",
     "hydra-core==1.3.8",
     "omegaconf==2.3.1",
+    "pydantic==2.14.4",
     "wandb==0.31.0",
     "peft==0.21.2",
     "reasoning-gym==0.1.25",

@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator
 
-from configs.contract import contract_check, contract_warnings
-from configs.problems import Problem
-from configs.roles import (
-    fsdp_of_roles,
-    needs_critic,
-    needs_greedy,
-    needs_groups,
-    needs_reference,
-    samplings,
-    user_function,
-)
-from configs.schema import Config, DataSourceConfig
+from configs.algorithms import WITHOUT_DUAL_CLIP
+from configs.contract import contract_check, contract_warnings, force
+from configs.engine_args import engine_args_problems, vllm_arguments
+from configs.problems import ConfigError, Problem
+from configs.roles import fsdp_of_roles, needs, needs_reference, samplings
+from configs.schema import Config, DataSourceConfig, SamplingConfig
+from configs.user_code import UserCodeError, is_reference, load_reference
 
 LABEL = re.compile(r"[A-Za-z0-9_.-]+")
 
-# Arguments of vLLM's engine that a setting of ours decides -> that setting, below `rollout` or `reward.model`.
-OWNED_ENGINE_ARGS = {
-    "model": "path",
-    "tokenizer": "tokenizer",
-    "seed": "seed",
-    "dtype": "dtype",
-    "max_model_len": "max_model_len",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "tensor_parallel_size": "tensor_parallel_size",
-    "kv_cache_memory_bytes": "kv_cache_mib",
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "enable_prefix_caching": "enable_prefix_caching",
-    "enforce_eager": "enforce_eager",
-}
+DISTRIBUTION = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Sampling settings that must keep their defaults in training: otherwise the sampled distribution isn't the trained one."""
 
-NEUTRAL = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-"""Sampling settings that must stay neutral in training: otherwise the sampled distribution isn't the trained one."""
+
+def check(config: Config) -> tuple[Config, list[Problem]]:
+    """Everything that can be said before anything starts.
+
+    Returns:
+        The configuration as it will run (with what full determinism forces), and warnings.
+
+    Raises:
+        ConfigError: settings that don't fit together.
+    """
+    problems = cross_check(config)
+    if problems:
+        raise ConfigError(problems)
+    warnings = warn(config)
+    config, forced = force(config)
+    return config, warnings + forced
 
 
 def cross_check(config: Config) -> list[Problem]:
@@ -73,14 +61,13 @@ def rollout_context(config: Config) -> int:
 
 def _functions(config: Config) -> Iterator[Problem]:
     """A user's functions that run inside the trainer must be there; reward functions are loaded in processes of their own."""
-    for key, name in (
-        ("algorithm.advantage.name", config.algorithm.advantage.name),
-        ("algorithm.policy_loss.name", config.algorithm.policy_loss.name),
-    ):
+    algorithm = config.algorithm
+    for kind, name in (("advantage", algorithm.advantage.name), ("policy_loss", algorithm.policy_loss.name)):
         try:
-            user_function(name)
-        except ValueError as error:
-            yield Problem(key, f"{name}: {error}", "the module must be importable from where the run starts")
+            if is_reference(name):
+                load_reference(name)
+        except UserCodeError as error:
+            yield Problem(f"algorithm.{kind}.name", f"{name}: {error}")
 
 
 # --- sizes ---------------------------------------------------------------------------------------------------------
@@ -90,7 +77,7 @@ def _batch(config: Config) -> Iterator[Problem]:
     """Sequences -> mini-batches -> leaves -> ranks must divide without rest."""
     prompts, samples, ranks = config.data.prompts_per_step, config.rollout.sampling.n, config.launcher.num_ranks
     total = prompts * samples
-    updated = [("actor", config.actor)] + ([("critic", config.critic)] if needs_critic(config) else [])  # type: ignore[list-item]
+    updated = [("actor", config.actor)] + ([("critic", config.critic)] if needs(config).critic else [])  # type: ignore[list-item]
     for role, part in updated:
         size, leaf = part.mini_batch_size, part.fsdp.leaf_size
         if total % size:
@@ -195,8 +182,8 @@ def _sampling(config: Config) -> Iterator[Problem]:
             "0 is greedy: every sample of a prompt is the same and its log-probability under the policy is undefined",
             "take a value above 0 (1.0 samples the policy itself)",
         )
-    for name, neutral in NEUTRAL.items():
-        value = getattr(training, name)
+    for name in DISTRIBUTION:
+        value, neutral = getattr(training, name), getattr(SamplingConfig, name)
         if value != neutral:
             yield Problem(
                 f"rollout.sampling.{name}",
@@ -218,23 +205,28 @@ def _sampling(config: Config) -> Iterator[Problem]:
 def _algorithm(config: Config) -> Iterator[Problem]:
     algorithm, samples = config.algorithm, config.rollout.sampling.n
     name = algorithm.advantage.name
-    if needs_groups(config) and samples < 2:
+    if needs(config).groups and samples < 2:
         yield Problem(
             "rollout.sampling.n",
             f"{samples} sample a prompt, but {name} compares the samples of a prompt",
             "take 2 or more",
         )
-    if algorithm.truncated == "bootstrap" and not needs_critic(config):
+    if algorithm.truncated == "bootstrap" and not needs(config).critic:
         yield Problem(
             "algorithm.truncated",
             f"bootstrap needs a critic's values, and {name} has none",
             "use keep, mask or penalise, or gae",
         )
-    if config.critic.warmup_steps and not needs_critic(config):
+    if config.critic.warmup_steps and not needs(config).critic:
         yield Problem(
             "critic.warmup_steps",
             f"{config.critic.warmup_steps} steps would train nothing: {name} has no critic",
             "set it to 0",
+        )
+    loss = algorithm.policy_loss
+    if loss.dual_clip is not None and loss.name in WITHOUT_DUAL_CLIP:
+        yield Problem(
+            "algorithm.policy_loss.dual_clip", f"{loss.dual_clip} has no meaning for {loss.name}", "set it to null"
         )
     buffer, cap = algorithm.overlong_buffer, config.rollout.sampling.max_new_tokens
     if buffer > cap:
@@ -306,7 +298,7 @@ def _reward(config: Config) -> Iterator[Problem]:
         )
     elif not any(weights):
         yield Problem("reward", "every source has weight 0, so there is nothing to learn", "give one a weight")
-    if reward.normalise and needs_greedy(config):
+    if reward.normalise and needs(config).greedy:
         yield Problem(
             "reward.normalise",
             f"{config.algorithm.advantage.name} subtracts the greedy response's reward, which is not normalised",
@@ -333,20 +325,8 @@ def _engines(config: Config) -> Iterator[Problem]:
             "every running sequence needs one token of an engine step",
         )
     for key, arguments in (("rollout", rollout.engine_args), ("reward.model", config.reward.model.engine_args)):
-        for name in arguments:
-            if name in OWNED_ENGINE_ARGS:
-                yield Problem(
-                    f"{key}.engine_args.{name}", "another setting decides it", _owner(key, OWNED_ENGINE_ARGS[name])
-                )
-
-
-def _owner(key: str, name: str) -> str:
-    known = {
-        field.name for field in dataclasses.fields(Config().rollout if key == "rollout" else Config().reward.model)
-    }
-    if name in known:
-        return f"use {key}.{name}"
-    return f"use model.{name}" if key == "rollout" and name in ("path", "tokenizer") else "leave it out"
+        known = vllm_arguments() if arguments else None
+        yield from engine_args_problems(arguments, f"{key}.engine_args", config.full_determinism, known)
 
 
 def _devices(config: Config) -> Iterator[Problem]:

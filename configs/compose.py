@@ -9,17 +9,21 @@ came as `key=`, `+key=` or `++key=`, and so that all problems come together. Not
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from configs.field_types import base, element
 from configs.files import Selection, compose_files, group_options, unknown_option
 from configs.problems import ConfigError, Problem
 from configs.schema import Config
-from configs.suggest import suggest_key
-from configs.validate import Origin, dotted_keys, type_at, validate, with_defaults
+from configs.validate import Origin, type_at, unknown_key, validate, with_defaults
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 
 def load_config(
@@ -39,15 +43,13 @@ def load_config(
     paths = [Path(directory).resolve() for directory in dirs]
     options = group_options(paths)
     experiment, lines = _split_experiment(list(overrides))
-    parsed = _parse(lines, set(options))
-    problems = parsed.problems
-    for group, name in list(parsed.groups.items()):
+    chosen, values, problems = _parse(lines, set(options))
+    for group, name in list(chosen.items()):
         if name not in options[group]:
             problems.append(unknown_option(group, name, options[group]))
-            del parsed.groups[group]
-    files = compose_files(Selection(tuple(parsed.groups.items()), tuple(paths), experiment))
-    tree = with_defaults(files.tree)
-    return _finish(tree, parsed.values, problems, files.origin)
+            del chosen[group]
+    files = compose_files(Selection(tuple(chosen.items()), tuple(paths), experiment))
+    return _finish(files.tree, values, problems, files.origin)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -78,30 +80,34 @@ def from_yaml(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError([Problem(str(path), f"is not readable YAML: {error}")]) from error
     if not isinstance(tree, dict):
         raise ConfigError([Problem(str(path), "must be a mapping of settings")])
-    parsed = _parse(overrides, set(group_options()))
-    for group, option in parsed.groups.items():
+    chosen, values, problems = _parse(overrides, set(group_options()))
+    for group, option in chosen.items():
         text = f"={option} chooses a file of a group, but {path} is complete as it is"
-        parsed.problems.append(Problem(group, text, f"give values ({group}.KEY=VALUE)"))
-    return _finish(with_defaults(tree), parsed.values, parsed.problems, lambda key: str(path))  # type: ignore[arg-type]
+        problems.append(Problem(group, text, f"give values ({group}.KEY=VALUE)"))
+    return _finish(tree, values, problems, lambda key: str(path))  # type: ignore[arg-type]
 
 
-def _finish(tree: dict[str, Any], values: Sequence[_Value], problems: list[Problem], origin: Origin) -> Config:
+def _finish(tree: dict[str, Any], overrides: Sequence[Override], problems: list[Problem], origin: Origin) -> Config:
     """Apply the value overrides and validate; every problem together."""
-    applied: dict[str, _Value] = {}
-    for item in values:
-        problem = _apply(tree, item)
-        if problem is None:
-            applied.pop(item.key, None)
-            applied[item.key] = item
+    node = OmegaConf.create(with_defaults(tree))
+    applied: dict[str, str] = {}
+    for override in overrides:
+        key = override.key_or_group
+        problem = _delete(node, key) if override.is_delete() else _set(node, key, override)
+        if problem is not None:
+            problems.append(dataclasses.replace(problem, origin=f"override '{override.input_line}'"))
         else:
-            problems.append(problem)
+            applied.pop(key, None)
+            applied[key] = f"override '{override.input_line}'"
 
     def origin_of(key: str) -> str:
-        found = [item for item in applied.values() if key == item.key or key.startswith(f"{item.key}.")]
-        return f"override '{found[-1].line}'" if found else origin(key)
+        """The last override of the key, of something it belongs to, or of something below it."""
+        found = [line for given, line in applied.items() if f"{key}.".startswith(f"{given}.")]
+        below = [line for given, line in applied.items() if given.startswith(f"{key}.")]
+        return (found or below or [origin(key)])[-1]
 
     try:
-        config = validate(tree, origin_of, {item.key: item.raw for item in applied.values() if item.raw is not None})
+        config = validate(OmegaConf.to_container(node, resolve=False), origin_of)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(problems + error.problems) from None
     if problems:
@@ -130,34 +136,6 @@ def escape(text: str) -> str:
 # --- overrides -----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Value:
-    """One value override."""
-
-    line: str
-    """As typed."""
-    key: str
-    """Dotted key."""
-    value: Any
-    """Parsed."""
-    delete: bool
-    """`~key`."""
-    raw: str | None
-    """The text after `=` when the value is a bare scalar."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Parsed:
-    """What the command line said."""
-
-    groups: dict[str, str]
-    """Group -> option."""
-    values: list[_Value]
-    """In the order given."""
-    problems: list[Problem]
-    """Lines that can't be used."""
-
-
 def _split_experiment(overrides: list[str]) -> tuple[Path | None, list[str]]:
     """The experiment file, when the first argument is one."""
     if overrides and "=" not in overrides[0] and overrides[0].endswith((".yaml", ".yml")):
@@ -168,129 +146,71 @@ def _split_experiment(overrides: list[str]) -> tuple[Path | None, list[str]]:
     return None, overrides
 
 
-def _parse(lines: Sequence[str], groups: set[str]) -> _Parsed:
-    """Overrides told apart: options of groups, values, and lines that are neither (no override, a sweep, Hydra's own)."""
-    parsed = _Parsed({}, [], [])
-    for line in lines:
-        item = _parse_one(line, groups)
-        if isinstance(item, Problem):
-            parsed.problems.append(item)
-        elif isinstance(item, _Value):
-            parsed.values.append(item)
-        else:
-            parsed.groups[item[0]] = item[1]
-    return parsed
-
-
-def _parse_one(line: str, groups: set[str]) -> _Value | tuple[str, str] | Problem:
+def _parse(lines: Sequence[str], groups: set[str]) -> tuple[dict[str, str], list[Override], list[Problem]]:
+    """Overrides told apart: options of groups, values, and what is neither (no override, a sweep, Hydra's own)."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    if "=" not in line and not line.startswith("~"):
-        return Problem(
-            line, "is not an override", "write key=value; only the first argument may be an experiment's YAML file"
-        )
+    chosen: dict[str, str] = {}
+    values: list[Override] = []
+    problems: list[Problem] = []
+    for line in lines:
+        if "=" not in line and not line.startswith("~"):
+            hint = "write key=value; only the first argument may be an experiment's YAML file"
+            problems.append(Problem(line, "is not an override", hint))
+            continue
+        try:
+            override = OverridesParser.create().parse_override(line)
+        except HydraException as error:
+            text = f"can't be read: {str(error).splitlines()[0]}"
+            problems.append(Problem(line, text, "quote it: 'key=\"value\"'"))
+            continue
+        key, value = override.key_or_group, None if override.is_delete() else override.value()
+        plain = override.package is None and "/" not in key
+        if override.is_sweep_override():
+            hint = "start a run for each value, or quote a text with commas: 'key=\"a,b\"'"
+            problems.append(Problem(line, "is a sweep, but one command trains one run", hint))
+        elif key.partition(".")[0].partition("/")[0] == "hydra":
+            text = "Hydra's own settings have no effect: only its composition is used"
+            problems.append(Problem(line, text, "run.dir decides where a run lives"))
+        elif key in groups and plain and isinstance(value, str):
+            chosen[key] = value
+        elif not plain or (key in groups and not isinstance(value, dict)):
+            hint = f"write {key.partition('/')[0]}=OPTION; groups are {', '.join(sorted(groups))}"
+            problems.append(Problem(line, "is not a choice of a group's option", hint))
+        else:
+            values.append(override)
+    return chosen, values, problems
+
+
+def _set(tree: DictConfig, key: str, override: Override) -> Problem | None:
+    """Set one value; unknown keys are set too, for the validation to name them."""
+    value, kind = override.value(), type_at(key)
+    if isinstance(value, bool | int | float) and kind is not None and base(kind) is str:
+        value = (override.input_line or "").partition("=")[2].strip()  # `run.name=1e3` is that text
+    merge = isinstance(value, dict) and (kind is None or element(kind) is None)
     try:
-        override = OverridesParser.create().parse_override(line)
-    except HydraException as error:
-        return Problem(line, f"can't be read: {str(error).splitlines()[0]}", "quote it: 'key=\"value\"'")
-    key = override.key_or_group
-    if override.is_sweep_override():
-        return Problem(
-            line,
-            "is a sweep, but one command trains one run",
-            "start a run for each value, or quote a text with commas: 'key=\"a,b\"'",
-        )
-    if key.partition(".")[0].partition("/")[0] == "hydra":
-        return Problem(
-            line,
-            "Hydra's own settings have no effect: only its composition is used",
-            "run.dir decides where a run lives",
-        )
-    value = None if override.is_delete() else override.value()
-    if key in groups or "/" in key or override.package is not None:
-        if key in groups and isinstance(value, str) and override.package is None:
-            return key, value
-        if not (key in groups and isinstance(value, dict)):
-            return Problem(
-                line,
-                "is not a choice of a group's option",
-                f"write {key.partition('/')[0]}=OPTION; groups are {', '.join(sorted(groups))}",
-            )
-    scalar = isinstance(value, bool | int | float)
-    return _Value(line, key, value, override.is_delete(), line.partition("=")[2].strip() if scalar else None)
-
-
-def _apply(tree: dict[str, Any], item: _Value) -> Problem | None:
-    """Set one value in the tree; unknown keys are set too, for the validation to name them."""
-    origin = f"override '{item.line}'"
-    *parents, last = item.key.split(".")
-    if item.delete:
-        return _delete(tree, item, origin)
-    node: Any = tree
-    for depth, part in enumerate(parents):
-        inner = _child(node, part)
-        if inner is None and isinstance(node, dict):
-            inner = node[part] = {}
-        if not isinstance(inner, dict | list):
-            return _no_way(".".join(item.key.split(".")[: depth + 1]), inner, origin)
-        node = inner
-    if isinstance(node, list):
-        if not last.isdigit() or int(last) >= len(node):
-            return _no_way(item.key, node, origin)
-        node[int(last)] = item.value
-    elif isinstance(item.value, dict) and isinstance(node.get(last), dict):
-        _merge(node[last], item.value)
-    else:
-        node[last] = item.value
+        OmegaConf.update(tree, key, value, merge=merge)
+    except (
+        OmegaConfBaseException,
+        TypeError,
+        ValueError,
+    ) as error:  # the last two: a list's position that is no number
+        text = f"there is no such element of the list ({str(error).splitlines()[0]})"
+        return Problem(key, text, "elements are numbered from 0; give the whole list to make it longer")
     return None
 
 
-def _child(node: Any, part: str) -> Any:
-    if isinstance(node, list):
-        return node[int(part)] if part.isdigit() and int(part) < len(node) else _MISSING
-    return node.get(part)
-
-
-_MISSING = object()
-
-
-def _no_way(key: str, value: Any, origin: str) -> Problem:
-    if value is _MISSING or isinstance(value, list):
-        return Problem(
-            key,
-            "there is no such element of the list",
-            "elements are numbered from 0; give the whole list to make it longer",
-            origin,
-        )
-    return Problem(key, f"is {value!r}, which has no settings below it", origin=origin)
-
-
-def _merge(into: dict[str, Any], value: Mapping[str, Any]) -> None:
-    for key, inner in value.items():
-        if isinstance(inner, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], inner)
-        else:
-            into[key] = inner
-
-
-def _delete(tree: dict[str, Any], item: _Value, origin: str) -> Problem | None:
+def _delete(tree: DictConfig, key: str) -> Problem | None:
     """`~a.b`: only what is not part of the schema (an entry of a free mapping) can be taken out."""
-    *parents, last = item.key.split(".")
-    if type_at(item.key) is None:
-        near = suggest_key(item.key, dotted_keys())
-        return Problem(item.key, "there is no such key", f"did you mean `{near}`?" if near else "", origin)
-    node: Any = tree
-    for part in parents:
-        node = _child(node, part)
-        if not isinstance(node, dict | list):
-            return _no_way(item.key, node, origin)
-    if type_at(".".join(parents) or "seed") is Any or _is_free(".".join(parents)):
-        if node.pop(last, _MISSING) is _MISSING:
-            return Problem(item.key, "there is no such entry to take out", origin=origin)
-        return None
-    return Problem(item.key, "a setting can't be taken out", f"set it: {item.key}=null or another value", origin)
-
-
-def _is_free(path: str) -> bool:
-    return bool(path) and getattr(type_at(path), "__origin__", None) is dict
+    kind = type_at(key)
+    if kind is None:
+        return unknown_key(key)
+    if kind is not Any:
+        return Problem(key, "a setting can't be taken out", f"set it: {key}=null or another value")
+    above, _, last = key.rpartition(".")
+    node = OmegaConf.select(tree, above)
+    if not isinstance(node, DictConfig) or last not in node:
+        return Problem(key, "there is no such entry to take out")
+    del node[last]
+    return None

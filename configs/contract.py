@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from configs.problems import Problem
-from configs.roles import fsdp_of_roles, needs_critic, samplings
+from configs.roles import fsdp_of_roles, needs, samplings
 from configs.schema import Config
 
 OFF = "or full_determinism=false"
@@ -67,7 +67,7 @@ def _topology(config: Config) -> Iterator[Problem]:
 
 def _kernels(config: Config) -> Iterator[Problem]:
     optimizers = [("actor", config.actor.optim)]
-    if needs_critic(config):
+    if needs(config).critic:
         optimizers.append(("critic", config.critic.optim))
     for role, optim in optimizers:
         if optim.fused:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from configs import schema
+from configs.field_types import base, bounds, choices, element, forms, members
 from configs.files import CONFIG_DIR, group_options
-from configs.limits import FORMS, RANGES
 from configs.schema import MISSING_PATH, Config
-from configs.validate import hints, optional
+from configs.validate import hints
 
 TARGET = CONFIG_DIR.parent / "docs" / "configuration.md"
 
@@ -91,12 +91,9 @@ def sections() -> list[Section]:
     def visit(owner: type, place: str, defaults: dict[str, Any]) -> None:
         found.setdefault(owner, []).append((place, defaults))
         for name, kind in hints(owner).items():
-            inner, _ = optional(kind)
-            below = f"{place}.{name}".strip(".")
+            below = f"{place}.{name}".strip(".") + ("" if element(kind) is None else ".N")
             value = defaults[name]
-            if typing.get_origin(inner) is list:
-                (inner,) = typing.get_args(inner)
-                below += ".N"
+            inner = base(element(kind) or kind)
             if dataclasses.is_dataclass(inner):
                 cls = typing.cast(type, inner)
                 visit(cls, below, value if isinstance(value, dict) else dataclasses.asdict(cls()))
@@ -156,31 +153,30 @@ def _section(section: Section) -> str:
     title = ", ".join(f"`{place}`" for place in section.places if place) or "Root"
     lines = [f"### {title}\n", docs[name, ""], "", "| key | type | default | meaning |", "|---|---|---|---|"]
     for field, kind in hints(section.owner).items():
-        inner, _ = optional(kind)
-        if dataclasses.is_dataclass(inner) and not section.places[0]:
+        if dataclasses.is_dataclass(base(kind)) and not section.places[0]:
             continue  # the groups have sections of their own right below
         lines.append(
-            f"| `{field}` | {_type(name, field, kind)} | {_default(section, field)} | {_cell(docs.get((name, field), ''))} |"
+            f"| `{field}` | {_cell(_type(kind))} | {_default(section, field)} | {_cell(docs.get((name, field), ''))} |"
         )
     return "\n".join([*lines, ""])
 
 
-def _type(owner: str, field: str, kind: Any) -> str:
-    inner, nullable = optional(kind)
-    if dataclasses.is_dataclass(inner):
-        text = "group"
-    elif typing.get_origin(inner) is list:
-        (element,) = typing.get_args(inner)
-        text = "list of " + ("groups" if dataclasses.is_dataclass(element) else element.__name__)
-    elif typing.get_origin(inner) is dict:
-        text = "mapping"
+def _type(kind: Any) -> str:
+    inner = base(kind)
+    if element(kind) is not None:
+        text = "list of groups" if dataclasses.is_dataclass(element(kind)) else f"list of {_type(element(kind))}"
+    elif choices(kind):
+        text = ", ".join(f"`{word}`" for word in choices(kind))
     else:
-        text = inner.__name__
-    if (owner, field) in RANGES:
-        text += f", {RANGES[owner, field]}"
-    if (owner, field) in FORMS:
-        text += "".join(f", or {form.text}" for form in FORMS[owner, field])
-    return _cell(text + (" or null" if nullable else ""))
+        text = (
+            "group"
+            if dataclasses.is_dataclass(inner)
+            else "mapping"
+            if typing.get_origin(inner) is dict
+            else inner.__name__
+        )
+    text += f", {bounds(kind)}" if bounds(kind) else ""
+    return " or ".join([text, *forms(kind), *(["null"] if type(None) in members(kind) else [])])
 
 
 def _default(section: Section, field: str) -> str:

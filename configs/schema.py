@@ -1,7 +1,7 @@
 """The experiment configuration: a dataclass per group, a docstring per field.
 
-The composed Hydra tree is validated against `Config` (see `configs/validate.py`); `docs/configuration.md` is
-generated from this file. A field's docstring is the string literal that follows it.
+The composed Hydra tree is validated against `Config` by pydantic (see `configs/validate.py`): a field's type says which values
+it takes. `docs/configuration.md` is generated from this file; a field's docstring is the string literal that follows it.
 
 Sizes are counted in *sequences* unless a name says tokens. Paths may be a directory or a recipe (`tiny:policy`),
 which is built once and cached (see `trainer/tiny`).
@@ -10,7 +10,24 @@ which is built once and cached (see `trainer/tiny`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from configs.algorithms import ESTIMATORS, POLICY_LOSSES
+from configs.field_types import (
+    Bool,
+    Float,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OwnFunction,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    Share,
+    ShareAboveZero,
+    StepNumber,
+)
 
 MISSING_PATH = "???"
 
@@ -23,7 +40,7 @@ class RunConfig:
     """Name of the run; also the default name in the tracker."""
     dir: str = "runs/${run.name}"
     """Run directory: config.yaml, manifest.json, ledger.jsonl, metrics.jsonl, episodes/, checkpoints/, logs/, wandb/."""
-    resume: str = "never"
+    resume: Literal["never", "auto"] | StepNumber = "never"
     """`never`: a used directory is refused. `auto`: continue from the newest complete checkpoint, or start when there is none. A number: continue from the checkpoint of that step."""
     resume_allow: list[str] = field(default_factory=list)
     """Dotted config keys which may differ from the run that is resumed, beyond those that never change results. What a data source or model under such a key holds may differ too."""
@@ -33,11 +50,11 @@ class RunConfig:
 class DeterminismConfig:
     """What `full_determinism` pins; recorded in the manifest either way."""
 
-    threads: int = 1
+    threads: PositiveInt = 1
     """CPU threads of every process (trainer ranks and engines). Part of the numerics environment: it changes bits."""
-    engine_check: bool = True
+    engine_check: Bool = True
     """Under full determinism, check on the real engines at start that batch composition and order do not move bits."""
-    cpu_linear: str = "auto"
+    cpu_linear: Literal["auto", "pad1", "block16"] = "auto"
     """Batch-invariant linear of the CPU engines: `auto` (self-test decides), `pad1` or `block16`. Not used on CUDA."""
 
 
@@ -45,7 +62,7 @@ class DeterminismConfig:
 class LedgerConfig:
     """The per-step record of digests."""
 
-    record: str = "digest"
+    record: Literal["off", "digest", "full"] = "digest"
     """`off`, `digest` (a digest per phase) or `full` (also the raw values, for `exactrl compare` down to a token)."""
 
 
@@ -53,9 +70,9 @@ class LedgerConfig:
 class LoraConfig:
     """Low-rank adapters through `peft`; rank 0 trains all weights."""
 
-    rank: int = 0
+    rank: NonNegativeInt = 0
     """Rank of the adapters; 0 turns them off."""
-    alpha: float = 16.0
+    alpha: PositiveFloat = 16.0
     """Scaling numerator of the adapters."""
     target_modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
     """Names of the linear layers that get an adapter."""
@@ -71,7 +88,7 @@ class ModelConfig:
     """Tokenizer directory; null takes the model's."""
     chat_template: str | None = None
     """Jinja chat template that replaces the tokenizer's own; null keeps that."""
-    trust_remote_code: bool = False
+    trust_remote_code: Bool = False
     """Allow code from the checkpoint directory to run."""
 
 
@@ -79,17 +96,17 @@ class ModelConfig:
 class FsdpConfig:
     """How a model is sharded and computed."""
 
-    precision: str = "fp32"
+    precision: Literal["fp32", "bf16"] = "fp32"
     """`fp32`, or `bf16` (parameters computed in bfloat16, reduced and stored in float32)."""
-    attention: str = "sdpa"
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention implementation of transformers (`sdpa`, `eager`, `flash_attention_2` on CUDA)."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Bool = False
     """Recompute activations in the backward pass: less memory, more time, the same bits."""
-    reshard_after_forward: bool = False
+    reshard_after_forward: Bool = False
     """Free gathered parameters between forward and backward: less memory, more communication."""
-    leaf_size: int = 8
+    leaf_size: PositiveInt = 8
     """Sequences of one forward/backward. A leaf is the unit of the canonical gradient sum, so it belongs to the numerics environment."""
-    leaf_tokens: int | None = None
+    leaf_tokens: PositiveInt | None = None
     """Dynamic leaves: as many sequences as fit this many padded tokens, in place of `leaf_size`; null for fixed leaves. Refused under full determinism."""
 
 
@@ -97,23 +114,25 @@ class FsdpConfig:
 class OptimizerConfig:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = 1e-5
+    lr: NonNegativeFloat = 1e-5
     """Peak learning rate."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    betas: Annotated[list[Annotated[Float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = field(
+        default_factory=lambda: [0.9, 0.95]
+    )
     """AdamW's two decay rates."""
-    eps: float = 1e-8
+    eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
-    fused: bool = False
+    fused: Bool = False
     """The fused kernel. Refused under full determinism: its bits depend on the shard's length (level D4)."""
-    schedule: str = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     """`constant`, `linear` or `cosine`, counted in training steps, after the warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps over which the rate rises linearly from 0."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Share = 0.0
     """Where `linear` and `cosine` end, as a share of `lr`."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this global L2 norm; 0 turns clipping off."""
 
 
@@ -127,9 +146,9 @@ class ActorConfig:
     """Optimizer and schedule."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters."""
-    ppo_epochs: int = 1
+    ppo_epochs: PositiveInt = 1
     """Passes over a step's batch."""
-    mini_batch_size: int = 64
+    mini_batch_size: PositiveInt = 64
     """Sequences per optimizer step. Must divide prompts x samples and be a multiple of `fsdp.leaf_size`."""
 
 
@@ -145,11 +164,11 @@ class CriticConfig:
     """Optimizer and schedule."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters."""
-    ppo_epochs: int = 1
+    ppo_epochs: PositiveInt = 1
     """Passes over a step's batch."""
-    mini_batch_size: int = 64
+    mini_batch_size: PositiveInt = 64
     """Sequences per optimizer step."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """First training steps in which only the critic is updated."""
 
 
@@ -169,7 +188,7 @@ class DataSourceConfig:
 
     name: str = MISSING_PATH
     """Label in metrics and in prompt ids; unique among the sources."""
-    kind: str = "reasoning_gym"
+    kind: Literal["reasoning_gym", "dataset"] = "reasoning_gym"
     """`reasoning_gym` (a task generated by name) or `dataset` (anything the `datasets` library loads)."""
     path: str = MISSING_PATH
     """Task name, Hub name, or path of a file or folder (.parquet, .jsonl, .json, .csv)."""
@@ -177,19 +196,19 @@ class DataSourceConfig:
     """Split of a dataset."""
     params: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task or of `datasets.load_dataset`."""
-    size: int = 1024
+    size: PositiveInt = 1024
     """Number of rows a reasoning-gym task generates."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of a generated task; null derives one from `data.seed` and the source's name."""
-    weight: float = 1.0
+    weight: PositiveFloat = 1.0
     """Share of the rows drawn from this source when several are mixed."""
     prompt_key: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     answer_key: str | None = "answer"
     """Column with the reference answer for verifiers (dots reach into nested columns); null when there is none. Rows with a `reward_model.ground_truth` and no such column take that."""
-    streaming: bool = False
+    streaming: Bool = False
     """Read a dataset as it goes by instead of loading it: for sources larger than memory. The order is shuffled within windows; needs `trainer.total_steps`."""
-    window: int = 4096
+    window: PositiveInt = 4096
     """Streaming: rows read at a time and shuffled among themselves. Part of what decides the order."""
 
 
@@ -201,17 +220,17 @@ class DataConfig:
     """Training sources."""
     validation: list[DataSourceConfig] = field(default_factory=list)
     """Held-out sources."""
-    seed: int = "${seed}"  # type: ignore[assignment]
+    seed: Seed = "${seed}"  # type: ignore[assignment]
     """Seed of the order and of generated tasks."""
-    prompts_per_step: int = 64
+    prompts_per_step: PositiveInt = 64
     """Prompts of one PPO step."""
-    shuffle: bool = True
+    shuffle: Bool = True
     """A new order in each epoch, a function of the seed and the epoch."""
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: PositiveInt = 512
     """Longest prompt after the chat template."""
-    overlong_prompts: str = "error"
+    overlong_prompts: Literal["error", "filter", "truncate_left", "truncate_right"] = "error"
     """`error`, `filter`, `truncate_left` or `truncate_right`."""
-    apply_chat_template: bool = True
+    apply_chat_template: Bool = True
     """Render prompts with the chat template; false feeds plain text."""
     system_prompt: str | None = None
     """A system message put before every conversation that does not bring its own."""
@@ -221,31 +240,31 @@ class DataConfig:
 class SamplingConfig:
     """Sampling parameters; every one of them is sent with every request, so nothing is inherited from a model directory."""
 
-    n: int = 1
+    n: PositiveInt = 1
     """Samples per prompt."""
-    max_new_tokens: int = 64
+    max_new_tokens: PositiveInt = 64
     """Response cap."""
-    temperature: float = 1.0
+    temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 is greedy (validation only)."""
-    top_p: float = 1.0
+    top_p: ShareAboveZero = 1.0
     """Nucleus share; other than 1.0 is refused for training (the trained distribution would not be the sampled one)."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Number of most likely tokens kept; 0 keeps all; other values are refused for training."""
-    min_p: float = 0.0
+    min_p: Share = 0.0
     """Smallest share of the most likely token's probability; other than 0 is refused for training."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: PositiveFloat = 1.0
     """1.0 is neutral; other values are refused for training."""
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
     """0.0 is neutral; other values are refused for training."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
     """0.0 is neutral; other values are refused for training."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a response."""
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
     """Token ids that end a response beside the tokenizer's EOS and the model's `generation_config.eos_token_id`."""
-    ignore_eos: bool = False
+    ignore_eos: Bool = False
     """Go on past EOS to the cap (benchmarks)."""
-    seed: int | None = None
+    seed: Seed | None = None
     """One seed shared by every request. Refused with n > 1 under full determinism: a group's samples would be copies."""
 
 
@@ -253,31 +272,31 @@ class SamplingConfig:
 class RolloutConfig:
     """The rollout engines (vLLM)."""
 
-    engine: str = "vllm"
+    engine: Literal["vllm"] = "vllm"
     """The engine behind the rollouts, by name: `vllm`; see rollout/engines.py."""
-    seed: int = "${seed}"  # type: ignore[assignment]
+    seed: Seed = "${seed}"  # type: ignore[assignment]
     """Run seed from which each request's seed is derived (`determinism/seeds.py`)."""
-    full_determinism: bool = "${full_determinism}"  # type: ignore[assignment]
+    full_determinism: Bool = "${full_determinism}"  # type: ignore[assignment]
     """Follows the root switch."""
-    replicas: int = 1
+    replicas: PositiveInt = 1
     """Data-parallel engines, each a process of its own."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: PositiveInt = 1
     """GPUs of one replica."""
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     """Engine's compute type: float32 or bfloat16."""
-    max_model_len: int | None = None
+    max_model_len: PositiveInt | None = None
     """Engine context; null takes `data.max_prompt_tokens` plus the largest `max_new_tokens` of training and validation."""
-    max_num_seqs: int = 64
+    max_num_seqs: PositiveInt = 64
     """Sequences an engine runs at once. Does not change bits under full determinism."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: PositiveInt = 8192
     """Tokens of one engine step."""
-    kv_cache_mib: int = 64
+    kv_cache_mib: PositiveInt = 64
     """KV cache on CPU, in MiB."""
-    gpu_memory_utilization: float = 0.4
+    gpu_memory_utilization: ShareAboveZero = 0.4
     """Share of a GPU's memory for weights and KV cache."""
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: Bool = True
     """Reuse the KV cache of shared prompt prefixes; cleared at each weight update."""
-    enforce_eager: bool = True
+    enforce_eager: Bool = True
     """Run without CUDA graphs and torch.compile."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Training samples."""
@@ -285,15 +304,15 @@ class RolloutConfig:
     """Validation samples (greedy unless set)."""
     validation_sampled: SamplingConfig | None = None
     """A second, sampled validation pass; null skips it."""
-    max_head_offpolicyness: int = 0
+    max_head_offpolicyness: NonNegativeInt = 0
     """How many weight versions a sample may lag behind. Must be 0 under full determinism."""
-    deterministic_sampling: bool = False
+    deterministic_sampling: Bool = False
     """Give each request a seed of its own, derived from logical identity, without the rest of full determinism (which includes this). False draws from the engines' own streams, seeded by the system: nothing repeats, and on GPUs sampling is faster. Promises equal seeds and canonical order, not equal bits: kernels may still answer otherwise in another batch."""
-    serialize_group_samples: bool = False
+    serialize_group_samples: Bool = False
     """Keep a group's members on one replica and submit them one after the other in member order; false spreads them over the replicas. Promises that submission order, nothing more: neither that they run one at a time nor equal bits."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine; a key that a setting above owns is refused."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: PositiveFloat = 300.0
     """Longest engine start before the run fails with the engine's log."""
 
 
@@ -305,25 +324,25 @@ class RewardModelConfig:
     """Checkpoint directory or recipe (`tiny:reward`); null serves none."""
     tokenizer: str | None = None
     """Its own tokenizer; null takes the checkpoint's."""
-    weight: float = 1.0
+    weight: Float = 1.0
     """Factor in the sum of rewards."""
-    replicas: int = 1
+    replicas: PositiveInt = 1
     """Engines, each a process of its own."""
-    max_num_seqs: int = 1
+    max_num_seqs: PositiveInt = 1
     """Sequences scored at once; forced to 1 under full determinism."""
-    max_model_len: int | None = None
+    max_model_len: PositiveInt | None = None
     """Context; null takes the rollout's."""
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type: float32 or bfloat16."""
-    kv_cache_mib: int = 64
+    kv_cache_mib: PositiveInt = 64
     """KV cache on CPU, in MiB."""
-    gpu_memory_utilization: float = 0.2
+    gpu_memory_utilization: ShareAboveZero = 0.2
     """Share of a GPU's memory."""
-    apply_chat_template: bool = True
+    apply_chat_template: Bool = True
     """Rebuild the conversation with the reward model's own chat template; false scores prompt text + response text."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine; a key that a setting above owns is refused."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: PositiveFloat = 300.0
     """Longest engine start before the run fails with the engine's log."""
 
 
@@ -333,15 +352,15 @@ class RewardFunctionConfig:
 
     name: str = MISSING_PATH
     """Label in metrics; unique among the sources (`model` is the reward model's)."""
-    function: str = "exact_match"
+    function: Literal["exact_match", "math_verify", "reasoning_gym", "http"] | OwnFunction = "exact_match"
     """`exact_match`, `math_verify`, `reasoning_gym`, `http`, or `package.module:function` / `path/to/file.py:function`."""
-    weight: float = 1.0
+    weight: Float = 1.0
     """Factor in the sum of rewards; 0 logs the score without training on it."""
     params: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of every call."""
-    timeout_s: float = 10.0
+    timeout_s: PositiveFloat = 10.0
     """Time limit of one call; the process that overruns it is killed and replaced."""
-    concurrency: int = 16
+    concurrency: PositiveInt = 16
     """Calls of an `async` function in flight at once in one process; other functions run one at a time."""
 
 
@@ -349,21 +368,21 @@ class RewardFunctionConfig:
 class RewardConfig:
     """Where scores come from and what happens when one fails."""
 
-    full_determinism: bool = "${full_determinism}"  # type: ignore[assignment]
+    full_determinism: Bool = "${full_determinism}"  # type: ignore[assignment]
     """Follows the root switch."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """The served reward model."""
     functions: list[RewardFunctionConfig] = field(default_factory=list)
     """Verifiers and user functions; weighted and added to the reward model's score."""
-    function_workers: int = 1
+    function_workers: PositiveInt = 1
     """Processes that run the functions."""
-    on_error: str = "fail"
+    on_error: Literal["fail", "drop", "penalise"] = "fail"
     """A reward that raises, hangs or is not finite: `fail` the run, `drop` the sample from its group, or `penalise` it."""
-    penalty: float = -1.0
+    penalty: Float = -1.0
     """The reward of a penalised sample."""
-    audit_rows: int = 0
+    audit_rows: NonNegativeInt = 0
     """Call each function twice on this many rows of each step; a difference is an error under full determinism, else a warning."""
-    normalise: bool = False
+    normalise: Bool = False
     """Train on (reward - running mean) / running standard deviation over all rewards seen so far; saved and resumed."""
 
 
@@ -371,15 +390,15 @@ class RewardConfig:
 class AdvantageConfig:
     """The advantage estimator."""
 
-    name: str = "gae"
+    name: Literal[*ESTIMATORS] | OwnFunction = "gae"  # type: ignore[valid-type]
     """`gae`, `grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `remax`, or `package.module:function`."""
-    gamma: float = 1.0
+    gamma: Share = 1.0
     """Discount per token."""
-    lam: float = 0.95
+    lam: Share = 0.95
     """GAE's lambda."""
-    whiten: str = "none"
+    whiten: Literal["none", "full", "scale"] = "none"
     """`none`, `full` (zero mean, unit variance over the batch's response tokens) or `scale` (unit variance, mean kept)."""
-    group_std: bool = True
+    group_std: Bool = True
     """GRPO: divide by the group's standard deviation."""
 
 
@@ -387,15 +406,15 @@ class AdvantageConfig:
 class PolicyLossConfig:
     """The policy loss."""
 
-    name: str = "ppo_clip"
+    name: Literal[*POLICY_LOSSES] | OwnFunction = "ppo_clip"  # type: ignore[valid-type]
     """`ppo_clip`, `gspo`, `cispo`, or `package.module:function`."""
-    clip_low: float = 0.2
+    clip_low: ShareAboveZero = 0.2
     """Ratio's lower bound is 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: PositiveFloat = 0.2
     """Ratio's upper bound is 1 + clip_high."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[Float, Field(gt=1)] | None = None
     """Bound c > 1 on the loss of negative advantages (dual-clip PPO); null turns it off."""
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
 
 
@@ -403,7 +422,7 @@ class PolicyLossConfig:
 class ValueLossConfig:
     """The value loss."""
 
-    clip_range: float = 0.2
+    clip_range: NonNegativeFloat = 0.2
     """Values may move this far from the old ones; 0 turns clipping off."""
 
 
@@ -411,17 +430,17 @@ class ValueLossConfig:
 class KlConfig:
     """The KL to the reference policy."""
 
-    placement: str = "reward"
+    placement: Literal["reward", "loss", "none"] = "reward"
     """`reward` (a penalty per token), `loss` (a term of the policy loss) or `none`."""
-    estimator: str = "k1"
+    estimator: Literal["k1", "k2", "k3", "full"] = "k1"
     """`k1`, `k2` or `k3` (Schulman, 'Approximating KL divergence'); `full` (over the vocabulary, `loss` only)."""
-    coef: float = 0.0
+    coef: NonNegativeFloat = 0.0
     """The coefficient, or the adaptive controller's first value."""
-    controller: str = "fixed"
+    controller: Literal["fixed", "adaptive"] = "fixed"
     """`fixed` or `adaptive` (Ziegler et al. 2019, section 2.2)."""
-    target: float = 6.0
+    target: PositiveFloat = 6.0
     """Adaptive: the KL per sequence aimed at, in nats."""
-    horizon: float = 10000.0
+    horizon: PositiveFloat = 10000.0
     """Adaptive: number of sequences over which the coefficient follows."""
 
 
@@ -429,13 +448,13 @@ class KlConfig:
 class RolloutCorrectionConfig:
     """What the policy loss does about the gap between the policy that sampled (engine) and the one that is trained."""
 
-    tis_cap: float | None = None
+    tis_cap: PositiveFloat | None = None
     """Truncated importance sampling: each token's loss is weighted by min(trainer / rollout probability, this cap); null turns it off."""
-    sequence_mask_low: float | None = None
+    sequence_mask_low: Share | None = None
     """Leave out sequences whose geometric mean of trainer / rollout probability is below this bound (0 to 1); null for no bound."""
-    sequence_mask_high: float | None = None
+    sequence_mask_high: Annotated[Float, Field(ge=1)] | None = None
     """Leave out sequences whose geometric mean of trainer / rollout probability is above this bound (1 or more); null for no bound."""
-    decoupled: bool = False
+    decoupled: Bool = False
     """Decoupled PPO for stale batches: the clip is around the trainer's old policy, and each token is weighted by old / rollout probability (uncapped unless `tis_cap` is set)."""
 
 
@@ -443,9 +462,9 @@ class RolloutCorrectionConfig:
 class DynamicSamplingConfig:
     """Groups whose samples all have the same reward teach nothing; further prompts take their places (DAPO)."""
 
-    enable: bool = False
+    enable: Bool = False
     """Generate again, for further prompts, until every group of the step has at least two different rewards."""
-    max_rounds: int = 4
+    max_rounds: PositiveInt = 4
     """Rounds of generation in a step, the first included; places that are still open then keep groups of equal rewards."""
 
 
@@ -461,17 +480,19 @@ class AlgorithmConfig:
     """Value loss."""
     kl: KlConfig = field(default_factory=KlConfig)
     """KL to the reference."""
-    aggregation: str = "token_mean"
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
+        "token_mean"
+    )
     """`token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum` or `seq_mean_token_sum_norm`; global over a mini-batch."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     """The gap between sampling and training."""
-    truncated: str = "keep"
+    truncated: Literal["keep", "mask", "penalise", "bootstrap"] = "keep"
     """Responses that hit the cap: `keep` (as any other), `mask` (no loss), `penalise` (`truncated_penalty` is added), `bootstrap` (the value after the last token continues the return; GAE only)."""
-    truncated_penalty: float = -1.0
+    truncated_penalty: Float = -1.0
     """Added to the score of a truncated response when penalised."""
-    overlong_buffer: int = 0
+    overlong_buffer: NonNegativeInt = 0
     """Soft overlong penalty (DAPO): within the last this many tokens below the cap the score falls linearly by `overlong_penalty`; 0 turns it off."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: NonNegativeFloat = 1.0
     """Largest soft overlong penalty."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     """Groups without differing rewards are replaced."""
@@ -481,19 +502,19 @@ class AlgorithmConfig:
 class LauncherConfig:
     """Processes and devices."""
 
-    name: str = "auto"
+    name: Literal["auto", "ray", "torchrun"] = "auto"
     """`auto` (torchrun when started by it, else Ray), `ray` or `torchrun`."""
-    num_ranks: int = 1
+    num_ranks: PositiveInt = 1
     """FSDP ranks. Under torchrun it must equal --nproc-per-node x nodes."""
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`, `cpu` or `cuda`."""
     ray_address: str | None = None
     """Address of a running Ray cluster; null starts a local one."""
-    ray_num_cpus: int | None = None
+    ray_num_cpus: PositiveInt | None = None
     """CPUs the local Ray may count; null takes the machine's. Ranks and engines are checked against it before anything starts."""
-    timeout_s: float = 600.0
+    timeout_s: PositiveFloat = 600.0
     """Longest wait for one collective before the run fails."""
-    silence_s: float = 60.0
+    silence_s: NonNegativeFloat = 60.0
     """Longest silence of a worker's heartbeat in seconds before it is called dead by name and the run ends; 0 waits for ever."""
 
 
@@ -501,7 +522,7 @@ class LauncherConfig:
 class TrackingConfig:
     """Metrics and their readers."""
 
-    wandb_mode: str = "offline"
+    wandb_mode: Literal["offline", "online", "disabled"] = "offline"
     """`offline`, `online` or `disabled`."""
     project: str = "exactrl"
     """W&B project."""
@@ -511,11 +532,11 @@ class TrackingConfig:
     """W&B group."""
     tags: list[str] = field(default_factory=list)
     """W&B tags."""
-    progress: bool = True
+    progress: Bool = True
     """A progress bar on the terminal with step time, reward and KL."""
-    save_episodes: bool = True
+    save_episodes: Bool = True
     """Write each step's episodes to `episodes/` as JSONL."""
-    log_samples: int = 4
+    log_samples: NonNegativeInt = 4
     """Validation samples shown in the tracker's table."""
 
 
@@ -523,29 +544,29 @@ class TrackingConfig:
 class TrainerConfig:
     """The loop."""
 
-    total_steps: int = 100
+    total_steps: PositiveInt = 100
     """PPO steps. `total_epochs` may end the run earlier."""
-    total_epochs: int | None = None
+    total_epochs: PositiveInt | None = None
     """Passes over the training data; null lets `total_steps` decide alone."""
-    validate_every: int = 10
+    validate_every: NonNegativeInt = 10
     """Steps between validations; 0 turns them off."""
-    validate_at_start: bool = True
+    validate_at_start: Bool = True
     """Validate before the first step."""
     eval_source: str | None = None
     """Reward source that says whether a validation sample is right, for pass@k and maj@k: a function's name, `model` or `total`; null takes the first function, or `total` when there is none."""
-    eval_threshold: float = 1.0
+    eval_threshold: Float = 1.0
     """A validation sample is right when that source gives it at least this much."""
-    bucket_by_length: bool = False
+    bucket_by_length: Bool = False
     """Sequences of similar length share a leaf, so that less padding is computed; mini-batches then mix lengths leaf by leaf. Moves bits."""
-    checkpoint_every: int = 50
+    checkpoint_every: NonNegativeInt = 50
     """Steps between checkpoints; 0 saves only at the end."""
-    checkpoint_at_end: bool = True
+    checkpoint_at_end: Bool = True
     """Save after the last step."""
-    keep_last: int = 2
+    keep_last: NonNegativeInt = 2
     """Newest checkpoints kept; 0 keeps all."""
-    keep_every: int = 0
+    keep_every: NonNegativeInt = 0
     """Checkpoints at multiples of this step are kept for good; 0 for none."""
-    max_nonfinite_updates: int = 3
+    max_nonfinite_updates: PositiveInt = 3
     """Updates skipped in a row for a non-finite loss or gradient before the run stops."""
 
 
@@ -553,9 +574,10 @@ class TrainerConfig:
 class Config:
     """The whole experiment."""
 
-    seed: int = 0
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    seed: Seed = 0
     """The one seed: data order, sampling, mini-batch order and new weights are derived from it."""
-    full_determinism: bool = False
+    full_determinism: Bool = False
     """Every run a pure function of code, config, data, model and seed, or an error before it starts (docs/determinism.md)."""
     run: RunConfig = field(default_factory=RunConfig)
     """The run directory."""

@@ -2,8 +2,9 @@
 
 import torch
 
+from configs.algorithms import needs
 from configs.schema import AdvantageConfig
-from trainer.algorithms.advantages import AdvantageInputs, AdvantageOutputs, needs
+from trainer.algorithms.advantages import AdvantageInputs, AdvantageOutputs
 
 
 @needs(groups=True)  # several samples a prompt; critic=True and greedy=True ask for values and for a greedy response

@@ -23,17 +23,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import json
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from configs.user_code import UserCodeError, is_reference, load_reference
 
 LARGEST_REWARD = 3.4e38
 """Rewards are trained on in float32, where anything larger is infinite."""
@@ -105,44 +104,14 @@ def load_function(spec: str, params: Mapping[str, Any]) -> LoadedFunction:
 
 
 def _find(spec: str) -> Callable[..., Any]:
-    place, colon, name = spec.rpartition(":")
-    if not colon:
+    if not is_reference(spec):
         raise FunctionError(
             f"reward function {spec!r} is not built in ({', '.join(BUILT_IN)}); name your own as package.module:function or path/to/file.py:function"
         )
-    module = _module_of_file(Path(place), spec) if place.endswith(".py") else _module_of_name(place, spec)
-    function = functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), module)
-    if not callable(function):
-        raise FunctionError(f"reward function {spec!r}: {place} has no function {name!r}")
-    return function
-
-
-def _module_of_name(name: str, spec: str) -> Any:
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there; something that it imports is not, and its traceback says what
-        raise FunctionError(
-            f"reward function {spec!r}: there is no module {error.name!r}; it must be importable from where the run starts"
-        ) from error
-
-
-def _module_of_file(path: Path, spec: str) -> Any:
-    if not path.is_file():
-        raise FunctionError(f"reward function {spec!r}: there is no file {path}")
-    # A name of its own: a user's reward.py must not become the package `reward`.
-    module_name = f"reward_function_file_{path.stem}"
-    found = importlib.util.spec_from_file_location(module_name, path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    # A file may import its neighbours, and its classes must be found under its name. Last on the path: a user's `reward.py`
-    # must not hide the package `reward` from what this process, or a child that gets its path, imports later.
-    sys.path.append(str(path.resolve().parent))
-    sys.modules[module_name] = module
-    found.loader.exec_module(module)
-    return module
+        return load_reference(spec)
+    except UserCodeError as error:
+        raise FunctionError(f"reward function {spec!r}: {error}") from error
 
 
 def final_answer(response: str, marker: str | None = None, end_marker: str | None = None) -> str | None:

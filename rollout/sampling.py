@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,19 +39,8 @@ def sampling_from_config(config: SamplingConfig, eos_token_ids: Iterable[int]) -
         (3, 7)
     """
     ends = set(config.stop_token_ids) | (set() if config.ignore_eos else set(eos_token_ids))
-    return Sampling(
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        repetition_penalty=config.repetition_penalty,
-        presence_penalty=config.presence_penalty,
-        frequency_penalty=config.frequency_penalty,
-        stop=tuple(config.stop),
-        stop_token_ids=tuple(sorted(ends)),
-        ignore_eos=config.ignore_eos,
-    )
+    same = {field.name: getattr(config, field.name) for field in fields(Sampling)}
+    return Sampling(**{**same, "stop": tuple(config.stop), "stop_token_ids": tuple(sorted(ends))})
 
 
 def find_eos_token_ids(model_path: str | Path, tokenizer_eos: int | None) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.algorithms import estimator_needs
 from configs.schema import Config
 from determinism.ledger import Ledger
 from reward.manager import RewardManager
@@ -25,7 +26,7 @@ from reward.pending import PendingRewards
 from rollout.episodes import Generating, OnFinished, Rollout
 from rollout.sampling import sampling_from_config
 from rollout.types import Episode, Prompt, Score
-from trainer.algorithms.advantages import AdvantageInputs, compute_advantages, estimator
+from trainer.algorithms.advantages import AdvantageInputs, compute_advantages
 from trainer.algorithms.kl import KlController, kl_estimate, penalised_rewards, sequence_kl
 from trainer.algorithms.losses import policy_loss_from_config, value_loss_from_config
 from trainer.algorithms.shaping import bootstrap_values, shape_scores, trained_mask
@@ -86,7 +87,7 @@ class PPO:
         self.skipped_in_a_row: dict[str, int] = {}
         self.best_validation = -math.inf
         self.sampling = sampling_from_config(config.rollout.sampling, parts.eos_ids)
-        self.estimator = estimator(config.algorithm.advantage.name)
+        self.needs = estimator_needs(config.algorithm.advantage.name)
         self.new_timing: Callable[[], Timing] = Timing
         self.timing = self.new_timing()
         self.rollouts = RolloutsAhead(
@@ -248,7 +249,7 @@ class PPO:
 
         Penalties for length are those of the samples. NaN where the greedy response's reward failed and was dropped.
         """
-        if not self.estimator.needs_greedy:
+        if not self.needs.greedy:
             return None
         with self.timing("gen_greedy"):
             sampling = replace(self.sampling, temperature=0.0)

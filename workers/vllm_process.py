@@ -6,13 +6,13 @@ the engine's own: vLLM reseeds Python's, numpy's and torch's generators, fixes t
 
 from __future__ import annotations
 
-import difflib
 import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from configs.engine_args import engine_args_problems
 from determinism import cpu_kernels
 from determinism.environment import facts, pin_process
 from workers.launch.service import without_collection
@@ -30,66 +30,20 @@ PRELOAD = (
 """What takes long to import and is the same for every engine on CPU. `cpu_kernels` replaces attributes of these modules and classes
 after they are imported, before a model is built."""
 
-OWNED = {
-    "model": "model.path",
-    "tokenizer": "model.tokenizer",
-    "skip_tokenizer_init": "model.tokenizer",
-    "trust_remote_code": "model.trust_remote_code",
-    "seed": "the request's seed",
-    "dtype": "dtype",
-    "max_model_len": "max_model_len",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
-    "tensor_parallel_size": "rollout.tensor_parallel_size",
-    "data_parallel_size": "replicas",
-    "kv_cache_memory_bytes": "kv_cache_mib",
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "enable_prefix_caching": "rollout.enable_prefix_caching",
-    "enforce_eager": "rollout.enforce_eager",
-    "runner": "the engine's role",
-    "convert": "the engine's role",
-    "pooler_config": "the engine's role",
-    "logprobs_mode": "the trained distribution",
-    "generation_config": "rollout.sampling",
-    "override_generation_config": "rollout.sampling",
-    "scheduling_policy": "the requests' priorities",
-    "distributed_executor_backend": "launcher.device",
-    "disable_log_stats": "tracking",
-}
-"""vLLM's argument -> the setting (or the fact) that decides it."""
-
 _DEFAULTS = {"block_size", "use_tqdm_on_load"}
 """What `common_arguments` sets only because vLLM's own default is worse here."""
 
-_BREAKS_BATCH_INVARIANCE = {
-    "async_scheduling": "steps would depend on timing",
-    "speculative_config": "draft tokens depend on the batch",
-    "spec_method": "draft tokens depend on the batch",
-    "spec_model": "draft tokens depend on the batch",
-    "spec_tokens": "draft tokens depend on the batch",
-    "quantization": "quantized kernels are not batch-invariant",
-    "enable_lora": "adapter kernels are not batch-invariant",
-}
 
-
-def check_engine_args(extra: Mapping[str, Any], origin: str, full_determinism: bool) -> None:
-    """Refuse what `engine_args` may not hold; needs no vLLM, so it can run before anything starts.
-
-    Args:
-        extra: `rollout.engine_args` or `reward.model.engine_args`.
-        origin: that dotted name, for the message.
+def check_engine_args(
+    extra: Mapping[str, Any], origin: str, full_determinism: bool, known: Collection[str] | None = None
+) -> None:
+    """Refuse what `engine_args` may not hold (see `configs/engine_args.py`).
 
     Raises:
-        ValueError: a key that a setting owns, or under full determinism one that breaks level D3.
+        ValueError: a key that a setting owns, that `known` does not have, or that breaks level D3 under full determinism.
     """
-    for key in extra:
-        if key in OWNED:
-            raise ValueError(f"{origin}.{key}: vLLM's `{key}` follows from {OWNED[key]}; set that instead")
-        if full_determinism and key in _BREAKS_BATCH_INVARIANCE:
-            raise ValueError(
-                f"{origin}.{key}: {_BREAKS_BATCH_INVARIANCE[key]}, which breaks level D3 of full_determinism. Remove it, or set "
-                "full_determinism=false"
-            )
+    for problem in engine_args_problems(extra, origin, full_determinism, known):
+        raise ValueError(str(problem))
 
 
 def common_arguments(
@@ -155,7 +109,7 @@ def start_engine(
     _check_environment()
     with without_collection():
         engine_class, args_class = _import_vllm(full_determinism, threads)
-        _check_known(extra, args_class.__dataclass_fields__, origin)
+        check_engine_args(extra, origin, full_determinism, args_class.__dataclass_fields__)
         if device == "cpu":
             cpu_kernels.install(linear=cpu_linear, full_determinism=full_determinism)
         # vLLM collects garbage five times while it starts; what was imported so far need not be walked each time.
@@ -229,14 +183,6 @@ def stop_engine(engine: Any) -> None:
     """
     if engine.vllm_config.parallel_config.world_size > 1:
         engine.engine_core.shutdown()
-
-
-def _check_known(extra: Mapping[str, Any], known: Mapping[str, Any], origin: str) -> None:
-    for key in extra:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean `{close[0]}`?" if close else ""
-            raise ValueError(f"{origin}.{key}: vLLM's engine has no argument `{key}`{hint}")
 
 
 def _check_environment() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from configs.checks import rollout_context
+from configs.algorithms import EstimatorNeeds
+from configs.checks import check, cross_check, rollout_context, warn
 from configs.compose import load_config
+from configs.engine_args import BREAKS_BATCH_INVARIANCE, OWNED, vllm_arguments
 from configs.problems import ConfigError
-from configs.roles import needs_groups, roles_needed
-from configs.validate import check, cross_check, warn
+from configs.roles import needs, roles_needed
+from configs.validate import type_at
 
 MICRO = "experiment=micro"
 
@@ -97,6 +99,7 @@ def test_the_sampled_validation_is_sampled():
         (["algorithm=grpo", "rollout.sampling.n=1", "data.prompts_per_step=16"], "rollout.sampling.n"),
         (["algorithm=rloo", "rollout.sampling.n=1", "data.prompts_per_step=16"], "rollout.sampling.n"),
         (["algorithm=grpo", "algorithm.truncated=bootstrap"], "algorithm.truncated"),
+        (["algorithm.policy_loss={name: cispo, dual_clip: 3.0}"], "algorithm.policy_loss.dual_clip"),
         (["algorithm=grpo", "critic.warmup_steps=3"], "critic.warmup_steps"),
         (["algorithm.overlong_buffer=9"], "algorithm.overlong_buffer"),
         (["algorithm.kl.placement=none"], "algorithm.kl.placement"),
@@ -149,11 +152,36 @@ def test_the_held_out_rows_must_be_others_than_the_training_rows():
 
 
 def test_an_owned_engine_argument_names_the_setting_that_decides_it():
-    assert "use rollout.kv_cache_mib" in line(
+    assert "follows from rollout.kv_cache_mib" in line(
         "rollout.engine_args.kv_cache_memory_bytes", "rollout.engine_args.kv_cache_memory_bytes=1"
     )
-    assert "use model.path" in line("rollout.engine_args.model", "rollout.engine_args.model=x")
-    assert "use reward.model.path" in line("reward.model.engine_args.model", "reward.model.engine_args.model=x")
+    assert "follows from model.path" in line("rollout.engine_args.model", "rollout.engine_args.model=x")
+    assert "follows from reward.model.path" in line(
+        "reward.model.engine_args.model", "reward.model.engine_args.model=x"
+    )
+    assert "role; leave it out" in line("reward.model.engine_args.runner", "reward.model.engine_args.runner=x")
+    assert keys("rollout.engine_args.enable_chunked_prefill=true") == []
+
+
+@pytest.mark.parametrize("key", ["rollout.engine_args", "reward.model.engine_args"])
+def test_an_engine_argument_that_breaks_batch_invariance_is_refused_under_full_determinism_alone(key):
+    quantized = f"{key}.quantization=fp8"
+    assert keys(quantized) == []
+    said = line(f"{key}.quantization", quantized, "full_determinism=true")
+    assert "quantized kernels are not batch-invariant (level D3)" in said
+    assert "full_determinism=false" in said
+
+
+@pytest.mark.parametrize("key", ["rollout.engine_args", "reward.model.engine_args"])
+def test_a_misspelt_engine_argument_is_refused_before_anything_starts(key):
+    assert "did you mean `block_size`?" in line(f"{key}.blok_size", f"{key}.blok_size=16")
+
+
+def test_the_settings_that_own_engine_arguments_exist():
+    owners = {owner for pair in OWNED.values() for owner in pair if owner is not None and "." in owner}
+    assert {owner for owner in owners if type_at(owner) is None} == set()
+    assert vllm_arguments() is not None
+    assert set(OWNED) | set(BREAKS_BATCH_INVARIANCE) <= vllm_arguments()
 
 
 @pytest.mark.parametrize(
@@ -175,12 +203,16 @@ def test_only_the_models_that_something_reads_are_built(overrides, roles):
 def test_a_users_estimator_says_itself_what_it_needs(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
-        "def plain(): ...\ndef marked(): ...\nmarked.needs_critic = marked.needs_groups = True\n", encoding="utf-8"
+        "from configs.algorithms import needs\ndef plain(): ...\n@needs(critic=True, groups=True)\ndef marked(): ...\n",
+        encoding="utf-8",
     )
     plain = load_config([MICRO, f"algorithm.advantage.name={path}:plain"])
     marked = load_config([MICRO, f"algorithm.advantage.name={path}:marked"])
-    assert (roles_needed(plain), needs_groups(plain)) == (["actor", "ref"], False)
-    assert (roles_needed(marked), needs_groups(marked)) == (["actor", "critic", "ref"], True)
+    assert (roles_needed(plain), needs(plain)) == (["actor", "ref"], EstimatorNeeds())
+    assert (roles_needed(marked), needs(marked)) == (
+        ["actor", "critic", "ref"],
+        EstimatorNeeds(critic=True, groups=True),
+    )
     assert keys(f"algorithm.advantage.name={path}:absent") == ["algorithm.advantage.name"]
 
 

@@ -144,7 +144,8 @@ def test_an_entry_of_a_free_mapping_can_be_taken_out_but_no_setting():
     ("override", "said"),
     [
         ("data.train.7.size=3", "no such element"),
-        ("seed.deeper=3", "no settings below it"),
+        ("data.train.first.size=3", "no such element"),
+        ("seed.deeper=3", "must be a whole number"),
         ("seed", "not an override"),
         ("seed=", "must be a whole number"),
         ("seed=1,2", "sweep"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from configs.checks import check, cross_check
 from configs.compose import load_config
 from configs.contract import force
-from configs.validate import check, cross_check
 
 DIVISIBLE = [
     "experiment=tiny_ppo",

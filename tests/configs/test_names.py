@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from configs.limits import CHOICES
-from configs.roles import CRITIC_ESTIMATORS, GREEDY_ESTIMATORS, GROUP_ESTIMATORS
+import pytest
+
+from configs.algorithms import ESTIMATORS, POLICY_LOSSES
+from configs.field_types import choices
+from configs.validate import type_at
 from reward.functions import BUILT_IN
-from trainer.algorithms.advantages import ESTIMATORS
+from rollout.engines import ENGINES
+from trainer.algorithms import advantages, surrogates
 from trainer.algorithms.aggregate import AGGREGATIONS
-from trainer.algorithms.surrogates import SURROGATES
+from trainer.algorithms.registry import Registry
 
 
 def test_advantage_estimators():
-    assert set(CHOICES["AdvantageConfig", "name"]) == set(ESTIMATORS.entries)
-
-
-def test_what_estimators_need():
-    entries = ESTIMATORS.entries.items()
-    assert set(CRITIC_ESTIMATORS) == {name for name, function in entries if getattr(function, "needs_critic", False)}
-    assert set(GROUP_ESTIMATORS) == {name for name, function in entries if getattr(function, "needs_groups", False)}
-    assert set(GREEDY_ESTIMATORS) == {name for name, function in entries if getattr(function, "needs_greedy", False)}
+    assert choices(type_at("algorithm.advantage.name")) == tuple(ESTIMATORS) == tuple(advantages.ESTIMATORS.entries)
 
 
 def test_policy_losses():
-    assert set(CHOICES["PolicyLossConfig", "name"]) == set(SURROGATES.entries)
+    assert choices(type_at("algorithm.policy_loss.name")) == POLICY_LOSSES == tuple(surrogates.SURROGATES.entries)
+
+
+@pytest.mark.parametrize(
+    ("entries", "odd"), [({"red": len}, "blue"), ({"red": len, "blue": len, "green": len}, "green")]
+)
+def test_a_name_without_a_function_or_a_function_without_a_name_fails_when_it_is_imported(entries, odd):
+    with pytest.raises(TypeError, match=f"{odd}: a colour must stand in configs/algorithms.py"):
+        Registry("colour", "paint.colour", entries, declared=["red", "blue"])
 
 
 def test_aggregations():
-    assert CHOICES["AlgorithmConfig", "aggregation"] == AGGREGATIONS
+    assert choices(type_at("algorithm.aggregation")) == AGGREGATIONS
 
 
 def test_reward_functions():
-    assert set(CHOICES["RewardFunctionConfig", "function"]) == set(BUILT_IN)
+    assert choices(type_at("reward.functions.0.function")) == tuple(BUILT_IN)
+
+
+def test_engines():
+    assert choices(type_at("rollout.engine")) == tuple(ENGINES)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
+from configs.checks import check
 from configs.compose import load_config
 from configs.files import CONFIG_DIR, group_options
 from configs.schema import Config
-from configs.validate import check, hints
+from configs.validate import hints
 
 OPTIONS = [(group, name) for group, names in group_options().items() for name in names]
 EXPERIMENTS = group_options()["experiment"]

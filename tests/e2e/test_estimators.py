@@ -25,7 +25,8 @@ SETTINGS = (
 )
 REVERSED = """
 from dataclasses import replace
-from trainer.algorithms.advantages import compute_advantages, needs
+from configs.algorithms import needs
+from trainer.algorithms.advantages import compute_advantages
 
 @needs(groups=True)
 def backwards(inputs, settings):

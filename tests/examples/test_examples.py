@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs.checks import check
 from configs.compose import load_config
 from configs.schema import AdvantageConfig
-from configs.validate import check
 from trainer.algorithms.advantages import AdvantageInputs, compute_advantages
 
 ROOT = Path(__file__).parents[2]

@@ -96,13 +96,23 @@ class TestLoading:
 
         assert reward.__file__ != str(tmp_path / "reward.py")
 
+    def test_files_of_one_name_in_two_folders_do_not_collide(self, tmp_path) -> None:
+        calls = []
+        for folder in ("a", "b"):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / "rewards.py").write_text(
+                f"class Where: name = {folder!r}\ndef f(response): return Where.name\n"
+            )
+            calls.append(load_function(f"{tmp_path}/{folder}/rewards.py:f", {}).call)
+        assert [call(response="x") for call in calls] == ["a", "b"]
+
     @pytest.mark.parametrize(
         ("spec", "params", "message"),
         [
             ("exact_mach", {}, r"not built in \(exact_match, math_verify"),
             (f"{HERE}:missing", {}, "has no function 'missing'"),
             (f"{HERE}:not_a_function", {}, "has no function 'not_a_function'"),
-            ("gone.py:f", {}, r"no file gone\.py"),
+            ("gone.py:f", {}, r"no file .*gone\.py"),
             (f"{HERE}:nothing_to_see", {}, "must take some of prompt, response"),
             (f"{HERE}:both_forms", {}, "mixes response, responses"),
             (f"{HERE}:sees", {"factr": 2}, "unexpected keyword argument 'factr'"),

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from configs.algorithms import ESTIMATORS as BUILT_IN
+from configs.algorithms import estimator_needs
 from configs.schema import AdvantageConfig
 from trainer.algorithms.aggregate import exact_sum, row_sums, whiten
 from trainer.algorithms.registry import Registry
@@ -248,53 +249,8 @@ class AdvantageOutputs:
 
 
 EstimatorFunction = Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutputs]
-F = TypeVar("F", bound=Callable)
 
 
-def needs(
-    *, critic: bool = False, groups: bool = False, greedy: bool = False, whitens: bool = False
-) -> Callable[[F], F]:
-    """Mark an estimator with what it needs; the loop builds and generates only that.
-
-    Args:
-        critic: `inputs.values` must be there.
-        groups: several samples per prompt.
-        greedy: `inputs.greedy_scores` must be there.
-        whitens: the result is whitened by definition, so `algorithm.advantage.whiten` has nothing to add.
-    """
-
-    def mark(function: F) -> F:
-        for name, value in (
-            ("needs_critic", critic),
-            ("needs_groups", groups),
-            ("needs_greedy", greedy),
-            ("whitens", whitens),
-        ):
-            setattr(function, name, value)
-        return function
-
-    return mark
-
-
-@dataclass(frozen=True)
-class Estimator:
-    """An estimator with what it needs; an unmarked function of the user's needs nothing."""
-
-    name: str
-    """As configured."""
-    function: EstimatorFunction
-    """The arithmetic."""
-    needs_critic: bool
-    """Reads values."""
-    needs_groups: bool
-    """Compares the samples of a prompt."""
-    needs_greedy: bool
-    """Compares with a greedy response."""
-    whitens: bool
-    """Whitened by definition."""
-
-
-@needs(critic=True)
 def _gae(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     assert inputs.values is not None
     alive = _alive(inputs.mask, inputs.keep)
@@ -302,34 +258,29 @@ def _gae(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs
     return AdvantageOutputs(*gae(rewards, values, alive, settings.gamma, settings.lam, inputs.bootstrap))
 
 
-@needs(groups=True)
 def _grpo(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     outcomes = inputs.outcomes()
     advantages = grpo(outcomes, inputs.group, inputs.mask, settings.group_std, inputs.keep)
     return AdvantageOutputs(advantages, _returns(outcomes, inputs))
 
 
-@needs(groups=True)
 def _rloo(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     outcomes = inputs.outcomes()
     return AdvantageOutputs(rloo(outcomes, inputs.group, inputs.mask, inputs.keep), _returns(outcomes, inputs))
 
 
-@needs(whitens=True)
 def _reinforce_plus_plus(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     advantages = reinforce_plus_plus(inputs.token_rewards, inputs.mask, settings.gamma, inputs.keep)
     alive = _alive(inputs.mask, inputs.keep)
     return AdvantageOutputs(advantages, reward_to_go(inputs.token_rewards, alive, settings.gamma))
 
 
-@needs(groups=True, whitens=True)
 def _reinforce_plus_plus_baseline(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     outcomes = inputs.outcomes()
     advantages = reinforce_plus_plus_baseline(outcomes, inputs.group, inputs.mask, inputs.keep)
     return AdvantageOutputs(advantages, _returns(outcomes, inputs))
 
 
-@needs(greedy=True)
 def _remax(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     assert inputs.greedy_scores is not None
     outcomes = inputs.outcomes()
@@ -347,18 +298,8 @@ ESTIMATORS: Registry[EstimatorFunction] = Registry(
         "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
         "remax": _remax,
     },
+    declared=BUILT_IN,
 )
-
-
-def estimator(name: str) -> Estimator:
-    """The estimator called `name`, or the user's own at `module:function`.
-
-    Raises:
-        ValueError: there is no such estimator.
-    """
-    function = ESTIMATORS.get(name)
-    needs = [bool(getattr(function, n, False)) for n in ("needs_critic", "needs_groups", "needs_greedy", "whitens")]
-    return Estimator(name, function, *needs)
 
 
 def compute_advantages(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
@@ -370,21 +311,21 @@ def compute_advantages(inputs: AdvantageInputs, settings: AdvantageConfig) -> Ad
         ValueError: an unknown name, something the estimator needs is missing, or numbers that are not finite (rows named).
     """
     name = settings.name
-    chosen = estimator(name)
-    if chosen.needs_critic and inputs.values is None:
+    function, needs = ESTIMATORS.get(name), estimator_needs(name)
+    if needs.critic and inputs.values is None:
         raise ValueError(f"algorithm.advantage.name={name} needs a critic's values, but none were computed")
-    if chosen.needs_greedy and inputs.greedy_scores is None:
+    if needs.greedy and inputs.greedy_scores is None:
         raise ValueError(f"algorithm.advantage.name={name} needs scores of greedy responses, but none were generated")
-    if inputs.bootstrap is not None and not chosen.needs_critic:
+    if inputs.bootstrap is not None and not needs.critic:
         raise ValueError(f"algorithm.truncated=bootstrap needs an estimator with a critic, not {name}")
-    outputs = chosen.function(inputs, settings)
+    outputs = function(inputs, settings)
     for what in (outputs.advantages, outputs.returns):
         if what.shape != inputs.mask.shape:
             raise ValueError(f"{name} gave shape {list(what.shape)} for tokens of shape {list(inputs.mask.shape)}")
     alive = _alive(inputs.mask, inputs.keep)
     _require_finite(f"advantages of {name}", outputs.advantages, alive)
     _require_finite(f"returns of {name}", outputs.returns, alive)
-    mode = "none" if chosen.whitens and settings.whiten in ("full", "scale") else settings.whiten
+    mode = "none" if needs.whitens and settings.whiten in ("full", "scale") else settings.whiten
     return AdvantageOutputs(whiten(outputs.advantages, alive, mode), torch.where(alive, outputs.returns, 0.0))
 
 

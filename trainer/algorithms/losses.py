@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from configs.schema import AlgorithmConfig
+from configs.user_code import absolute_reference
 from trainer.algorithms.aggregate import AGGREGATIONS, aggregate, explained_variance, token_share
 from trainer.algorithms.kl import SAMPLED_ESTIMATORS, kl_estimate
-from trainer.algorithms.registry import absolute_reference, is_reference
 from trainer.algorithms.rollout_gap import RolloutCorrection, gap_metrics, token_weights
 from trainer.algorithms.surrogates import SURROGATES, Clip, Terms
 from workers.models.batch import LossTotals, PolicyOutputs, TokenBatch, ValueOutputs
@@ -188,7 +188,7 @@ def policy_loss_from_config(algorithm: AlgorithmConfig, kl_coef: float) -> Polic
     """
     settings, gap = algorithm.policy_loss, algorithm.rollout_correction
     return PolicyLoss(
-        name=absolute_reference(settings.name) if is_reference(settings.name) else settings.name,
+        name=absolute_reference(settings.name),
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
         dual_clip=settings.dual_clip,

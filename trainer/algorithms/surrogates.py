@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from configs.algorithms import POLICY_LOSSES
 from trainer.algorithms.aggregate import row_sums
 from trainer.algorithms.kl import LOG_RATIO_LIMIT
 from trainer.algorithms.registry import Registry
@@ -112,7 +113,7 @@ def cispo(terms: Terms, clip: Clip) -> Surrogate:
 
 
 SURROGATES: Registry[SurrogateFunction] = Registry(
-    "policy loss", "algorithm.policy_loss.name", {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo}
+    "policy loss", "algorithm.policy_loss.name", {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo}, POLICY_LOSSES
 )
 
 

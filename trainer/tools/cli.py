@@ -190,9 +190,9 @@ def train(argv: Sequence[str]) -> int:
     """
     arguments = train_parser().parse_intermixed_args(list(argv))
 
+    from configs.checks import check
     from configs.compose import load_config, to_yaml
     from configs.problems import ConfigError
-    from configs.validate import check
 
     config = load_config(arguments.overrides, config_dir=arguments.config_dir)
     if arguments.cfg:
@@ -296,9 +296,9 @@ def what_would_start(config: Config) -> list[str]:
 
 def missing_files(config: Config) -> list[Problem]:
     """Models, data files and functions that the configuration names and that are not there."""
-    from configs.limits import FILE_FUNCTION
     from configs.problems import Problem
     from configs.roles import roles_needed
+    from configs.user_code import file_of
     from trainer.tiny import names
 
     roles = roles_needed(config)
@@ -320,9 +320,9 @@ def missing_files(config: Config) -> list[Problem]:
             if is_file and not Path(source.path).exists():
                 problems[f"{split}{i}"] = Problem(f"data.{split}.{i}.path", f"there is no file {source.path!r}")
     for i, function in enumerate(config.reward.functions):
-        where = function.function.rpartition(":")[0]
-        if FILE_FUNCTION.pattern.fullmatch(function.function) and not Path(where).is_file():
-            problems[f"function{i}"] = Problem(f"reward.functions.{i}.function", f"there is no file {where!r}")
+        file = file_of(function.function)
+        if file is not None and not file.is_file():
+            problems[f"function{i}"] = Problem(f"reward.functions.{i}.function", f"there is no file {str(file)!r}")
     return list(problems.values())
 
 

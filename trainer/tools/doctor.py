@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from configs.problems import ConfigError, UserError
 from configs.schema import Config
@@ -88,8 +88,8 @@ def claimed_config(overrides: Sequence[str], config_dir: Sequence[str] = ()) -> 
     Raises:
         ConfigError: it can't be run without full determinism either.
     """
+    from configs.checks import check
     from configs.compose import load_config
-    from configs.validate import check
     from trainer.tools.cli import missing_files
 
     config = load_config(overrides, config_dir=list(config_dir))
@@ -194,7 +194,8 @@ class Doctor:
         ]
         if not self.full:
             return found
-        rollout, launcher = config.rollout, "ray" if launcher_of(config) == "torchrun" else "torchrun"
+        rollout = config.rollout
+        launcher: Literal["ray", "torchrun"] = "ray" if launcher_of(config) == "torchrun" else "torchrun"
         replicas = 2 if rollout.replicas == 1 else 1
         batch = max(1, rollout.max_num_seqs // 4)
         caching = not rollout.enable_prefix_caching
@@ -217,7 +218,7 @@ class Doctor:
 
     def against_base(self, variant: Variant) -> Finding:
         """Run a variant and compare its ledger with the base run's."""
-        from configs.validate import check
+        from configs.checks import check
 
         try:
             check(variant.config)

@@ -91,8 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.step is not None and arguments.checkpoint is None:
         raise UserError("--step chooses among the checkpoints of a run; give the run with --checkpoint")
 
+    from configs.checks import check
     from configs.problems import ConfigError, Problem
-    from configs.validate import check
     from trainer.tools.cli import missing_files, pin_hash_seed, print_effective_seeds, print_warnings
     from trainer.tools.saved_actor import find_checkpoint, run_of
 

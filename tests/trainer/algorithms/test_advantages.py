@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.algorithms import EstimatorNeeds, estimator_needs
 from configs.schema import AdvantageConfig
 from trainer.algorithms.advantages import (
     AdvantageInputs,
     compute_advantages,
-    estimator,
     gae,
     grpo,
     reinforce_plus_plus,
@@ -274,7 +274,7 @@ class TestDispatch:
         plain = compute_advantages(inputs, AdvantageConfig(name=name))
         white = compute_advantages(inputs, AdvantageConfig(name=name, whiten="full"))
         assert torch.equal(plain.returns, white.returns)
-        assert torch.equal(plain.advantages, white.advantages) == estimator(name).whitens
+        assert torch.equal(plain.advantages, white.advantages) == estimator_needs(name).whitens
         chosen = white.advantages[inputs.mask & inputs.keep[:, None]].double()
         assert float(chosen.mean()) == pytest.approx(0.0, abs=1e-6)
         assert float(chosen.var()) == pytest.approx(1.0, abs=1e-5)
@@ -299,17 +299,6 @@ class TestDispatch:
         outputs = compute_advantages(inputs, AdvantageConfig(name="grpo", group_std=False))
         assert torch.equal(outputs.advantages, f64([[1, 1], [0, 0]]))
 
-    def test_what_each_estimator_needs_is_declared(self):
-        needs = {n: (e.needs_critic, e.needs_groups, e.needs_greedy) for n in NAMES for e in [estimator(n)]}
-        assert needs == {
-            "gae": (True, False, False),
-            "grpo": (False, True, False),
-            "rloo": (False, True, False),
-            "reinforce_plus_plus": (False, False, False),
-            "reinforce_plus_plus_baseline": (False, True, False),
-            "remax": (False, False, True),
-        }
-
     def test_a_missing_critic_and_missing_greedy_scores_are_named(self):
         inputs = replace(random_inputs(0), values=None, greedy_scores=None)
         with pytest.raises(ValueError, match="gae needs a critic's values"):
@@ -326,13 +315,14 @@ class TestDispatch:
 
     def test_an_unknown_estimator_is_refused_with_a_suggestion(self):
         with pytest.raises(ValueError, match="did you mean `rloo`"):
-            estimator("rlo")
+            compute_advantages(random_inputs(0), AdvantageConfig(name="rlo"))
 
     def test_a_users_estimator_is_called_checked_and_whitened(self, tmp_path):
         path = tmp_path / "mine.py"
         path.write_text(
             "import torch\n"
-            "from trainer.algorithms.advantages import AdvantageOutputs, needs\n"
+            "from configs.algorithms import needs\n"
+            "from trainer.algorithms.advantages import AdvantageOutputs\n"
             "@needs(groups=True)\n"
             "def scores_as_they_are(inputs, settings):\n"
             "    spread = torch.where(inputs.mask & inputs.keep[:, None], inputs.scores[:, None], 0.0)\n"
@@ -344,8 +334,7 @@ class TestDispatch:
         )
         inputs = random_inputs(1)
         name = f"{path}:scores_as_they_are"
-        assert estimator(name).needs_groups
-        assert not estimator(name).needs_critic
+        assert estimator_needs(name) == EstimatorNeeds(groups=True)
         expected = torch.where(inputs.mask & inputs.keep[:, None], inputs.scores[:, None], 0.0)
         assert torch.equal(compute_advantages(inputs, AdvantageConfig(name=name)).advantages, expected)
         with pytest.raises(ValueError, match="are not finite in"):

@@ -8,9 +8,9 @@ import pytest
 
 from configs.schema import AlgorithmConfig, PolicyLossConfig
 from trainer.algorithms.losses import PolicyLoss, policy_loss_from_config
-from trainer.algorithms.registry import Registry, absolute_reference, is_reference, load_reference
+from trainer.algorithms.registry import Registry
 
-COLOURS = Registry("colour", "paint.colour", {"red": len, "green": max})
+COLOURS = Registry("colour", "paint.colour", {"red": len, "green": max}, declared=["red", "green"])
 
 
 def test_a_built_in_name_is_found():
@@ -26,45 +26,9 @@ def test_a_reference_into_a_package_is_imported():
     assert COLOURS.get("math:fsum")([0.1] * 10) == 1.0
 
 
-def test_a_reference_into_a_file_is_loaded_once(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("loads = []\nloads.append(1)\ndef f():\n    return len(loads)\ndef g():\n    return f\n")
-    assert COLOURS.get(f"{path}:f")() == 1
-    assert COLOURS.get(f"{path}:g")() is COLOURS.get(f"{path}:f")
-
-
-@pytest.mark.parametrize(
-    ("reference", "message"),
-    [
-        ("no_such_package_xyz:f", "importing no_such_package_xyz failed"),
-        ("math:no_such", "math has no function `no_such`"),
-        ("/nowhere/mine.py:f", "there is no file /nowhere/mine.py"),
-    ],
-)
-def test_a_reference_that_leads_nowhere_says_where_it_broke(reference, message):
-    with pytest.raises(ValueError, match=message):
-        COLOURS.get(reference)
-
-
-def test_a_file_that_fails_is_not_left_half_loaded(tmp_path):
-    path = tmp_path / "broken.py"
-    path.write_text("raise RuntimeError('boom')\n")
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="boom"):
-            load_reference(f"{path}:f")
-
-
-def test_only_module_colon_name_is_a_reference():
-    assert is_reference("a.b:c")
-    assert not is_reference("ppo_clip")
-    assert not is_reference(":c")
-    assert not is_reference("a:")
-
-
-def test_file_references_become_absolute_and_packages_stay(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert absolute_reference("mine.py:f") == f"{tmp_path / 'mine.py'}:f"
-    assert absolute_reference("a.b:f") == "a.b:f"
+def test_a_reference_that_leads_nowhere_names_the_setting():
+    with pytest.raises(ValueError, match=r"paint\.colour=/nowhere/mine\.py:f: there is no file /nowhere/mine\.py"):
+        COLOURS.get("/nowhere/mine.py:f")
 
 
 def test_a_users_policy_loss_from_a_relative_file_works_in_a_process_that_started_elsewhere(tmp_path, monkeypatch):
