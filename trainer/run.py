@@ -73,7 +73,7 @@ def session(config: Config, training: bool = True) -> Iterator[Session]:
         from workers.launch.launcher import make_launcher
         from workers.models import trainer_worker
 
-        config, run_directory, inputs, functions = _checked(config)
+        config, run_directory, inputs, functions = _checked(config, training)
     with ExitStack() as stack:
         modules = Modules(ranks=trainer_worker.PRELOAD if training else (), engines=vllm_process.PRELOAD)
         launcher = make_launcher(config, run_directory.path, modules)
@@ -82,7 +82,7 @@ def session(config: Config, training: bool = True) -> Iterator[Session]:
         yield Session(config, launcher, run_directory, inputs, stack)
 
 
-def _checked(config: Config) -> tuple[Config, RunDirectory, Inputs, Future[None]]:
+def _checked(config: Config, training: bool) -> tuple[Config, RunDirectory, Inputs, Future[None]]:
     """The config with its paths, the run directory, the inputs, and the check of the reward functions: done, its result for the main process."""
     from reward.pool import check_functions
     from trainer.build import load_inputs, resolve_paths
@@ -97,7 +97,7 @@ def _checked(config: Config) -> tuple[Config, RunDirectory, Inputs, Future[None]
     with ThreadPoolExecutor(1) as aside:
         # In a process of its own anyway, so it need not wait for the data.
         functions = aside.submit(check_functions, config.reward.functions if first else [])
-        inputs = load_inputs(config)
+        inputs = load_inputs(config, training)
     return config, run_directory, inputs, functions
 
 

@@ -38,7 +38,7 @@ class TrainerWorker:
     Raises:
         ValueError: an unknown role.
         RuntimeError: the process group is missing or has another size than `launcher.num_ranks`.
-        CheckpointError: a checkpoint does not fit its model.
+        PretrainedError: a checkpoint does not fit its model.
     """
 
     def __init__(self, config: Config, roles: Sequence[str]) -> None:
@@ -113,7 +113,7 @@ class TrainerWorker:
             model.end_step()
 
     def export_weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
-        """The actor's whole weights in float32 on the CPU, by Hugging Face name (tied ones once).
+        """The actor's whole weights in float32 on the CPU, by their names in `model.path`'s files (tied ones once).
 
         Args:
             everywhere: on every rank (each has engines of its own to feed); otherwise None except on rank 0.
