@@ -56,7 +56,5 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["exactrl = trainer.tools.cli:main"],
-        # Engines in processes of their own load the batch-invariant CPU kernels through vLLM's plugin hook.
-        "vllm.general_plugins": ["exactrl_determinism = determinism.cpu_kernels:vllm_plugin"],
     },
 )

@@ -98,14 +98,15 @@ class RolloutEngines:
     """The run's rollout engines, child processes of this one."""
 
     def __init__(self, work: Work, replicas: int, logs: Path) -> None:
+        from workers.launch.processes import ProcessGroup
+
         from rollout.episodes import Rollout, seeds_are_derived
         from trainer.build import rollout_engine
-        from workers.launch.processes import ProcessGroup
-        from workers.models.pretrained import Checkpoint
+        from workers.models.pretrained import PretrainedFiles
 
         config = work.config
         self.work = work
-        files = Checkpoint(config.model.path)
+        files = PretrainedFiles(config.model.path)
         self.weights = {name: files.tensor(name) for name in files.names()}
         engine = rollout_engine(config, work.inputs.context, "cpu")
         self.group = ProcessGroup(f"rollout-of-{replicas}", engine, replicas, work.env, logs)

@@ -30,7 +30,6 @@ from torch import Tensor
 from determinism import cpu_layers
 
 TESTED_VLLM = "0.32.0"
-PLUGIN_SWITCH = "EXACTRL_CPU_KERNELS"
 LINEAR_MODES = ("pad1", "block16")
 MAX_ROWS = 512
 """Rows of one `pad1` call; larger batches are cut, so that the self-test covers every size that occurs."""
@@ -157,19 +156,6 @@ def installed() -> CpuKernels | None:
     from vllm.model_executor.layers import utils
 
     return getattr(utils.dispatch_cpu_unquantized_gemm, "exactrl_kernels", None)
-
-
-def vllm_plugin() -> None:
-    """Entry point of `vllm.general_plugins`: vLLM calls it in each of its processes.
-
-    Does nothing unless EXACTRL_CPU_KERNELS is `1` and vLLM runs on CPU, so that it is harmless wherever else vLLM is used.
-    """
-    if os.environ.get(PLUGIN_SWITCH) != "1":
-        return
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        install(linear=os.environ.get("EXACTRL_CPU_LINEAR", "auto"), full_determinism=True)
 
 
 def remend_lm_head(model: torch.nn.Module) -> int:

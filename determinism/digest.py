@@ -234,13 +234,6 @@ def module_digests(
     return {name: digest_value(tensors) for name, tensors in found.items()}
 
 
-def tensor_digests(
-    named_tensors: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None = None
-) -> dict[str, str]:
-    """Like `module_digest`, but a digest a tensor, by name: says *which* parameter differs."""
-    return _digests({"": _distinct(named_tensors)}, group)[""]
-
-
 def _distinct(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, tensor in named_tensors:

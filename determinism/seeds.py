@@ -75,17 +75,6 @@ def request_seed(
     return derive_seed(run_seed, "request", split, step, prompt_id, sample, turn, request_index)
 
 
-def stable_index(text: str, modulus: int) -> int:
-    """Place `text` in one of `modulus` bins, the same one in every process on every machine.
-
-    Raises:
-        ValueError: `modulus` is not positive.
-    """
-    if modulus < 1:
-        raise ValueError(f"stable_index: modulus is {modulus}, it must be at least 1")
-    return _hash_to_int(_encode(text), "place") % modulus
-
-
 def torch_generator(seed: int) -> torch.Generator:
     """A CPU generator of its own, seeded; torch's global generator is neither read nor moved.
 

@@ -12,6 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
+from determinism.values import ulps
+
 LEVELS = {
     "D1": "repeat",
     "D2": "launcher",
@@ -135,20 +139,9 @@ def float32_ulps(a: float, b: float) -> int | None:
         >>> float32_ulps(1.0, 1.0 + 2**-23)
         1
     """
-    places = [_place(value) for value in (a, b)]
-    return None if places[0] is None or places[1] is None else abs(places[0] - places[1])
-
-
-def _place(value: float) -> int | None:
-    """Float32 values as integers in the same order."""
-    try:
-        packed = struct.pack("<f", value)
-    except OverflowError:
-        return None
-    if struct.unpack("<f", packed)[0] != value:  # NaN, or more digits than float32 has
-        return None
-    (bits,) = struct.unpack("<i", packed)
-    return bits if bits >= 0 else -(bits & 0x7FFFFFFF)
+    pair = torch.tensor([a, b], dtype=torch.float64)
+    rounded = pair.to(torch.float32)
+    return ulps(rounded[0], rounded[1]) if torch.equal(rounded.double(), pair) else None
 
 
 def _bits(numbers: Sequence[float]) -> bytes:

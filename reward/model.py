@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.types import Prompt, SampleKey
+from workers.checkpoint_files import weight_files
 from workers.vllm_process import RunningRequests, common_arguments, engine_facts, start_engine, stop_engine
 
 if TYPE_CHECKING:
@@ -96,10 +97,11 @@ def effective_max_num_seqs(config: RewardModelConfig, full_determinism: bool) ->
 
 
 def check_reward_model(path: str | Path) -> None:
-    """Refuse a checkpoint that does not give one logit; reads `config.json` only.
+    """Refuse a checkpoint that does not give one logit, or whose weight files are not its own; reads `config.json` and names only.
 
     Raises:
-        ValueError: no `config.json`, not a sequence classifier, or another number of labels than one (named).
+        ValueError: no `config.json`, not a sequence classifier, or another number of labels than one (named);
+            weight files as in `workers.checkpoint_files.weight_files`.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -116,6 +118,10 @@ def check_reward_model(path: str | Path) -> None:
         raise ValueError(
             f"reward.model.path: {path} has num_labels={labels}; a reward is one logit, so the model needs num_labels=1"
         )
+    try:
+        weight_files(path)
+    except ValueError as error:
+        raise ValueError(f"reward.model.path: {error}") from error
 
 
 class RewardModelEngine:

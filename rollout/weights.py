@@ -10,36 +10,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workers.checkpoint_files import Shapes, is_stored_buffer, tensor_shapes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-Shapes = dict[str, tuple[int, ...]]
-TIED_HEAD = "lm_head.weight"
+TIED_HEADS = ("lm_head.weight", "embed_out.weight")
+"""Names of the output head, which with tied embeddings is the embedding."""
 
 
 def checkpoint_shapes(directory: str | Path) -> Shapes:
     """Name and shape of every parameter of a checkpoint, read from headers only.
 
-    With tied embeddings the output head is left out: it is the embedding.
+    Left out are buffers that old checkpoints stored, and with tied embeddings the output head.
 
     Raises:
-        ValueError: the directory holds no safetensors file.
+        PretrainedError: the directory's weight files are not as they should be (`workers.checkpoint_files`).
     """
-    from safetensors import safe_open
-
     root = Path(directory)
-    files = sorted(root.glob("*.safetensors"))
-    if not files:
-        raise ValueError(
-            f"{root}: no *.safetensors file, so the weights cannot be updated during training; convert the checkpoint"
-        )
-    shapes: Shapes = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+    shapes = {name: shape for name, shape in tensor_shapes(root).items() if not is_stored_buffer(name)}
     if _is_tied(root):
-        shapes.pop(TIED_HEAD, None)
+        for head in TIED_HEADS:
+            shapes.pop(head, None)
     return shapes
 
 
@@ -49,7 +41,7 @@ def check_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[in
     Raises:
         ValueError: names the parameters that are missing, unknown or of another shape.
     """
-    unknown = [name for name in tensors if name not in expected and name != TIED_HEAD]
+    unknown = [name for name in tensors if not (name in expected or name in TIED_HEADS or is_stored_buffer(name))]
     missing = [name for name in expected if name not in tensors]
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wrong = [

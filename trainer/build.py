@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +39,7 @@ from trainer.run_dir import RunDirectory
 from trainer.tiny import resolve
 from trainer.tracking import Tracker
 from trainer.validation import Validation
+from workers.checkpoint_files import weight_files
 from workers.launch.group import WorkerFactory, WorkerGroup
 from workers.launch.launcher import Launcher
 from workers.launch.resources import resolve_device
@@ -96,18 +97,20 @@ def resolve_paths(config: Config) -> Config:
     )
 
 
-def load_inputs(config: Config) -> Inputs:
-    """Tokenizer and prompts, with every error that they can have.
+def load_inputs(config: Config, training: bool = True) -> Inputs:
+    """Tokenizer and prompts, with every error that they and the models' files can have.
+
+    Args:
+        training: whether there will be trainer ranks.
 
     Raises:
         UserError: a tokenizer without EOS, a data source without its columns, prompts over the limit, a reward model with
-            another number of labels than one.
+            another number of labels than one, a model whose files or kind can't be used.
     """
     model = config.model
     try:
         tokenizer = load_tokenizer(model.tokenizer or model.path, model.chat_template, model.trust_remote_code)
-        if config.reward.model.path is not None:
-            check_reward_model(config.reward.model.path)
+        check_models(config, training)
         return Inputs(
             tokenizer=tokenizer,
             eos_ids=tuple(find_eos_token_ids(model.path, tokenizer.eos_token_id)),
@@ -117,6 +120,33 @@ def load_inputs(config: Config) -> Inputs:
         )
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
+
+
+def check_models(config: Config, training: bool) -> None:
+    """Refuse weight files that can't be read, and models that trainer and engines would not compute alike; from headers only.
+
+    Raises:
+        UserError: names the setting, the model and what is wrong with it.
+    """
+    from workers.models.policy import check_policy
+    from workers.models.value import check_value
+
+    def check(key: str, function: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except ValueError as error:
+            raise UserError(f"{key}: {error}") from error
+
+    trust, roles = config.model.trust_remote_code, roles_needed(config) if training else []
+    check("model.path", weight_files, config.model.path)
+    if "actor" in roles:
+        check("model.path", check_policy, config.model.path, config.actor.fsdp.attention, trust)
+    if "ref" in roles and config.ref.path != config.model.path:
+        check("ref.path", check_policy, config.ref.path, config.ref.fsdp.attention, trust)
+    if "critic" in roles:
+        check("critic.path", check_value, config.critic.path, config.critic.fsdp.attention, trust)
+    if config.reward.model.path is not None:
+        check_reward_model(config.reward.model.path)
 
 
 def trainer_group(config: Config, launcher: Launcher, roles: list[str]) -> WorkerGroup:

@@ -35,6 +35,7 @@ from trainer.checkpoint import CheckpointStore, write_checkpoint
 from trainer.data.sampler import PromptSampler
 from trainer.dynamic_sampling import RewardedBatch, fill_with_varied_groups
 from trainer.experience import Experience, LeafPlan
+from trainer.first_gap import check_first_gap
 from trainer.metrics import batch_metrics, mean_metrics, mean_of
 from trainer.record import Record
 from trainer.remote_models import MiniBatchResult, RemoteModels
@@ -310,6 +311,7 @@ class PPO:
         for i, result in enumerate(results):
             self.parts.ledger.add(f"{role}_update/{i}/loss", [result.loss])
             self.parts.ledger.add(f"{role}_update/{i}/grad_norm", [result.grad_norm])
+        check_first_gap(self.config, role, step, experience.tokens, results[0].metrics)
         self.count_skipped(role, step, results, experience)
         return update_metrics(role, results)
 

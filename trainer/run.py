@@ -74,7 +74,7 @@ def session(config: Config, training: bool = True) -> Iterator[Session]:
         from workers.launch.launcher import make_launcher
         from workers.models import trainer_worker
 
-        config, run_directory, inputs = _checked(config)
+        config, run_directory, inputs = _checked(config, training)
     with ExitStack() as stack:
         preload = (*(trainer_worker.PRELOAD if training else ()), *vllm_process.PRELOAD)
         launcher = make_launcher(config, run_directory.path, preload)
@@ -82,7 +82,7 @@ def session(config: Config, training: bool = True) -> Iterator[Session]:
         yield Session(config, launcher, run_directory, inputs, stack)
 
 
-def _checked(config: Config) -> tuple[Config, RunDirectory, Inputs]:
+def _checked(config: Config, training: bool) -> tuple[Config, RunDirectory, Inputs]:
     """The config with its paths, the run directory and the inputs; everything has been checked."""
     from reward.pool import check_functions
     from trainer.build import load_inputs, resolve_paths
@@ -94,7 +94,7 @@ def _checked(config: Config) -> tuple[Config, RunDirectory, Inputs]:
     with ThreadPoolExecutor(1) as aside:
         # In a process of its own anyway, so it need not wait for the data.
         functions = aside.submit(check_functions, config.reward.functions)
-        inputs = load_inputs(config)
+        inputs = load_inputs(config, training)
         functions.result()
     return config, run_directory, inputs
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,6 @@ from determinism.cpu_kernels import (
     install,
     is_row_invariant,
     padded_linear,
-    vllm_plugin,
 )
 from tests.engine_lab import burst, make_policy
 from workers.launch.group import WorkerError
@@ -161,13 +159,6 @@ def test_another_vllm_is_refused_by_name():
 def test_an_unknown_linear_is_refused():
     with pytest.raises(ValueError, match="pad2"):
         install(linear="pad2")
-
-
-def test_the_plugin_does_nothing_unless_switched_on(monkeypatch):
-    monkeypatch.delenv("EXACTRL_CPU_KERNELS", raising=False)
-    before = set(sys.modules)
-    vllm_plugin()
-    assert not {name for name in set(sys.modules) - before if name.startswith("vllm")}
 
 
 def test_noise_is_a_function_of_seed_and_position_and_rewinds():

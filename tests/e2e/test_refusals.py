@@ -47,6 +47,19 @@ def test_more_cpus_than_exist_says_needed_and_available(capsys, tmp_path):
     assert "2" in message
 
 
+@pytest.mark.parametrize(
+    ("setting", "recipe"),
+    [("model.path", "micro:policy"), ("critic.path", "micro:policy"), ("reward.model.path", "micro:reward")],
+)
+def test_a_weight_file_that_is_not_the_models_own_is_refused(capsys, tmp_path, setting, recipe):
+    """Averaged weights beside a reward model's gave other rewards, without a word."""
+    model = tmp_path / "model"
+    shutil.copytree(resolve(recipe), model)
+    shutil.copy(model / "model.safetensors", model / "ema.safetensors")
+    message = refused(capsys, f"run.dir={tmp_path / 'run'}", f"{setting}={model}")
+    assert f"{setting}: {model} holds weight files that do not belong to model.safetensors: ema.safetensors" in message
+
+
 def test_a_tokenizer_without_eos_is_refused(capsys, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(resolve("micro:policy"), model)

@@ -62,11 +62,6 @@ def masked_moments(values: Tensor, mask: Tensor) -> Moments:
     return Moments(count, mean, exact_sum((chosen - mean) ** 2) / (count - 1), low, high)
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> float:
-    """Mean of `values` where `mask` is True; 0.0 when it is nowhere."""
-    return masked_moments(values, mask).mean
-
-
 def whiten(values: Tensor, mask: Tensor, mode: str = "full") -> Tensor:
     """Normalise by the statistics of the masked elements; what is not masked becomes 0.
 

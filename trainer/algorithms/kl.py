@@ -15,10 +15,7 @@ from torch import Tensor
 
 from configs.schema import KlConfig
 from trainer.algorithms.aggregate import exact_sum
-
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to this many nats either way before they are exponentiated: e^20 is far beyond any clip bound and
-any useful KL, and float32 overflows at 88, where 0 * inf would turn an advantage of zero into NaN."""
+from trainer.algorithms.log_ratio import ratio_minus_one
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -32,19 +29,14 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """q/pi - 1 - log(q/pi): unbiased, never negative, low variance. The log-ratio is clamped to +-20 nats."""
-    log_ratio = (ref_logprobs - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    # expm1 keeps the digits that exp(r) - 1 loses near r = 0, where most tokens are; rounding still can't go below 0.
-    return (torch.expm1(log_ratio) - log_ratio).clamp(min=0.0)
+    """q/pi - 1 - log(q/pi): unbiased, never negative, low variance.
 
-
-def kl_full(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """The KL itself, over the vocabulary: [..., V] logits of both (temperature applied) to [...], in nats."""
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    ref_logprobs = torch.log_softmax(ref_logits.float(), dim=-1)
-    # A token with probability 0 contributes 0, also where its log-probability is -inf.
-    terms = torch.where(logprobs.isneginf(), 0.0, logprobs.exp() * (logprobs - ref_logprobs))
-    return terms.sum(dim=-1)
+    Only q/pi is kept from overflowing (`ratio_minus_one`): where the policy has become far more certain than the reference,
+    value and gradient are those of log(pi/q) - 1, which pulls it back however far it has gone.
+    """
+    log_ratio = ref_logprobs - logprobs
+    # Rounding still can't go below 0.
+    return (ratio_minus_one(log_ratio) - log_ratio).clamp(min=0.0)
 
 
 SAMPLED_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.aggregate import row_sums, sequence_share, token_share
-from trainer.algorithms.kl import LOG_RATIO_LIMIT, kl_k3
+from trainer.algorithms.kl import kl_k3
+from trainer.algorithms.log_ratio import ratio_of
 from workers.models.batch import LossTotals
 
 
@@ -65,7 +66,7 @@ def token_weights(log_gap: Tensor, mask: Tensor, correction: RolloutCorrection) 
     """
     weights = torch.ones_like(log_gap)
     if correction.decoupled or correction.tis_cap is not None:
-        weights = _exp(log_gap)
+        weights = ratio_of(log_gap)
     if correction.tis_cap is not None:
         weights = weights.clamp(max=correction.tis_cap)
     if correction.masks_sequences:
@@ -86,7 +87,7 @@ def kept_sequences(log_gap: Tensor, mask: Tensor, correction: RolloutCorrection)
 
 def gap_metrics(log_gap: Tensor, mask: Tensor, totals: LossTotals, correction: RolloutCorrection) -> dict[str, Tensor]:
     """Shares of `rollout_corr/*` (docs/metrics.md); extremes are left out when nothing is trained on."""
-    ratio = _exp(log_gap.detach())
+    ratio = ratio_of(log_gap.detach())
     metrics = {
         # The samples are pi_roll's, so these estimate KL(pi_roll || pi_old).
         "rollout_corr/kl": token_share(-log_gap, mask, totals),
@@ -105,7 +106,3 @@ def gap_metrics(log_gap: Tensor, mask: Tensor, totals: LossTotals, correction: R
             ~kept_sequences(log_gap.detach(), mask, correction), mask, totals
         )
     return metrics
-
-
-def _exp(log_gap: Tensor) -> Tensor:
-    return log_gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

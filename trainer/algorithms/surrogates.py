@@ -14,7 +14,7 @@ from torch import Tensor
 
 from configs.algorithms import POLICY_LOSSES
 from trainer.algorithms.aggregate import row_sums
-from trainer.algorithms.kl import LOG_RATIO_LIMIT
+from trainer.algorithms.log_ratio import ratio_of
 from trainer.algorithms.registry import Registry
 
 
@@ -25,7 +25,7 @@ class Terms:
     logprobs: Tensor
     """[N, T] float32 with gradient: log pi of the sampled tokens."""
     log_ratio: Tensor
-    """[N, T] float32 with gradient: log pi - log pi_old, clamped to +-20 nats."""
+    """[N, T] float32 with gradient: log pi - log pi_old, as it is; `ratio` is its exponential."""
     advantages: Tensor
     """[N, T] float32."""
     mask: Tensor
@@ -34,13 +34,17 @@ class Terms:
     @classmethod
     def of(cls, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Terms:
         """Take the difference and clear what is outside the mask."""
-        log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
         return cls(
             logprobs=torch.where(mask, logprobs, 0.0),
-            log_ratio=log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
+            log_ratio=torch.where(mask, logprobs - old_logprobs, 0.0),
             advantages=torch.where(mask, advantages, 0.0),
             mask=mask,
         )
+
+    @property
+    def ratio(self) -> Tensor:
+        """[N, T] float32 with gradient: r = pi / pi_old, which can't overflow (`trainer.algorithms.log_ratio`); 1 outside the mask."""
+        return ratio_of(self.log_ratio)
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def ppo_clip(terms: Terms, clip: Clip) -> Surrogate:
     Source: Schulman et al. 2017, equation 7; separate bounds: Yu et al. 2025 (DAPO); dual clip: Ye et al. 2020,
     "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning".
     """
-    return _clipped(terms.log_ratio.exp(), terms, clip)
+    return _clipped(terms.ratio, terms, clip)
 
 
 def gspo(terms: Terms, clip: Clip) -> Surrogate:
@@ -94,7 +98,7 @@ def gspo(terms: Terms, clip: Clip) -> Surrogate:
     sequence = (row_sums(terms.log_ratio.detach(), terms.mask) / counts).to(terms.log_ratio.dtype)
     # Value of the sequence's mean, gradient of the token's own log-probability.
     log_ratio = sequence[:, None] + (terms.logprobs - terms.logprobs.detach())
-    return _clipped(torch.where(terms.mask, log_ratio, 0.0).exp(), terms, clip)
+    return _clipped(ratio_of(torch.where(terms.mask, log_ratio, 0.0)), terms, clip)
 
 
 def cispo(terms: Terms, clip: Clip) -> Surrogate:
@@ -106,7 +110,7 @@ def cispo(terms: Terms, clip: Clip) -> Surrogate:
     """
     if clip.dual is not None:
         raise ValueError(f"algorithm.policy_loss.dual_clip={clip.dual} has no meaning for cispo; set it to null")
-    ratio = terms.log_ratio.detach().exp()
+    ratio = terms.ratio.detach()
     weight = ratio.clamp(1.0 - clip.low, 1.0 + clip.high)
     outside = terms.mask & (ratio != weight)
     return Surrogate(-weight * terms.advantages * terms.logprobs, ratio, outside, torch.zeros_like(outside))

@@ -89,6 +89,7 @@ def actor_weights(checkpoint: Checkpoint, model_path: str | Path, lora: LoraConf
     """
     from determinism.digest import module_digest
     from rollout.weights import check_weights, checkpoint_shapes
+    from workers.models.policy import check_policy
 
     stored = _read(checkpoint)
     digest = module_digest(stored.items())
@@ -100,6 +101,9 @@ def actor_weights(checkpoint: Checkpoint, model_path: str | Path, lora: LoraConf
         tensors = stored
         if adapters:
             tensors = dict(_merged(stored, shapes, model_path, lora))
+        if not tensors.keys() <= shapes.keys():  # transformers' names of some parameters are not the files'
+            names = check_policy(model_path, "eager")
+            tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
         check_weights(tensors, shapes)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path} does not fit the model {model_path}: {error}") from error
@@ -210,9 +214,9 @@ def _with_base(
     """Parameters as a network with adapters names them: the base's in float32, and the stored ones."""
     import torch
 
-    from workers.models.pretrained import Checkpoint as ModelFiles
+    from workers.models.pretrained import PretrainedFiles
 
-    files = ModelFiles(model_path)
+    files = PretrainedFiles(model_path)
     for name in shapes:
         layer = name.removesuffix(".weight")
         tensor = files.tensor(name).to(torch.float32)

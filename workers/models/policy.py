@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs.schema import FsdpConfig, LoraConfig, OptimizerConfig
 from workers.models.batch import MiniBatch, PolicyOutputs, TokenBatch, UpdateResult
+from workers.models.hf_config import load_config
 from workers.models.lora import adapters_off, add_adapters, base_name
 from workers.models.optim import Loss
-from workers.models.pretrained import Checkpoint, bind, empty_model, load_config
+from workers.models.pretrained import PretrainedFiles, bind, check_forward, empty_model
 from workers.models.sharded_model import ShardedModel
-from workers.models.sharding import materialise, shard
+from workers.models.sharding import decoder_layers, materialise, shard
 
 
 class Reference(Protocol):
@@ -94,6 +95,8 @@ def _sampled_rows(model: nn.Module, leaf: TokenBatch, temperature: float) -> Sam
     logits = model(
         input_ids=leaf.input_ids, position_ids=positions, use_cache=False, logits_to_keep=columns - 1
     ).logits  # [N, K, V]
+    if logits.shape[1] != len(columns):
+        raise ValueError(f"{type(model).__name__} gave logits for {logits.shape[1]} columns instead of {len(columns)}")
     rows = leaf.mask[:, columns].flatten().nonzero().squeeze(1)  # [M], of N * K
     scores = logits.flatten(0, 1).index_select(0, rows).float() / temperature
     return Sampled(scores.log_softmax(dim=-1), leaf.input_ids[:, columns].flatten()[rows])
@@ -121,7 +124,7 @@ class PolicyModel(ShardedModel):
         seed: the run's, for new adapters.
 
     Raises:
-        CheckpointError: the checkpoint does not fit the model.
+        PretrainedError: the checkpoint does not fit the model.
     """
 
     def __init__(
@@ -146,11 +149,12 @@ class PolicyModel(ShardedModel):
         """Set by the owner when a loss may ask for the KL over the vocabulary."""
         hf_config = load_config(path, fsdp.attention, trust_remote_code)
         network = empty_model(AutoModelForCausalLM, hf_config, trust_remote_code)
+        check_forward(network)
         adapters = add_adapters(network, lora, seed, "actor") if lora and lora.rank > 0 else {}
-        read = bind(Checkpoint(path), network, initial=adapters, rename=base_name)
+        bound = bind(PretrainedFiles(path), network, initial=adapters, rename=base_name)
         shard(network, mesh, fsdp, full_determinism)
-        materialise(network, device, read)
-        super().__init__(network, hf_config, device, optim, total_steps, lora if adapters else None)
+        materialise(network, device, bound.read)
+        super().__init__(network, hf_config, device, optim, total_steps, lora if adapters else None, bound.stored)
 
     def forward(self, leaf: TokenBatch, loss: Loss | None) -> PolicyOutputs:
         """Outputs of one leaf. A loss says what else it needs: `needs_entropy_gradient`, `needs_full_kl`.
@@ -203,3 +207,21 @@ class BaseOfAdapters:
     def release(self) -> None:
         """Free gathered parameters."""
         self.actor.release()
+
+
+def check_policy(path: str | Path, attention: str, trust_remote_code: bool = False) -> Mapping[str, str]:
+    """Everything that building a `PolicyModel` could refuse, from the config and the headers of the weight files; needs no process group.
+
+    Returns:
+        Parameter name -> its name in the files.
+
+    Raises:
+        PretrainedError: as `PolicyModel`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(path, attention, trust_remote_code)
+    network = empty_model(AutoModelForCausalLM, config, trust_remote_code)
+    check_forward(network)
+    decoder_layers(network)
+    return bind(PretrainedFiles(path), network).stored

@@ -1,39 +1,38 @@
-"""Reading a Hugging Face checkpoint without ever holding the whole model: its config, an empty network, rows of its tensors."""
+"""Reading a Hugging Face checkpoint without ever holding the whole model: an empty network, rows of its tensors, and which is which.
+
+    PretrainedFiles (names, shapes, rows)  +  empty_model  --bind-->  Bound: reads a parameter's rows, knows its name in the files
+
+Files and network may name a tensor differently (GPT-NeoX's `embed_out` is transformers' `lm_head`); transformers' own table of names
+says how. The engines know the files' names, so weights leave the trainer under these.
+"""
 
 from __future__ import annotations
 
-import json
+import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from workers.checkpoint_files import PretrainedError, is_stored_buffer, tensor_files
+from workers.models.hf_config import refuse_randomness, switch_off_randomness
 
 
-class CheckpointError(ValueError):
-    """A checkpoint directory does not hold what the model needs."""
-
-
-class Checkpoint:
-    """The tensors of a safetensors checkpoint, in one file or several with an index; read by rows.
+class PretrainedFiles:
+    """The tensors of a pretrained model's safetensors files; read by rows.
 
     Raises:
-        CheckpointError: the directory or its weights are missing.
+        PretrainedError: the directory's weight files are not as they should be (`workers.checkpoint_files`).
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.is_dir():
-            raise CheckpointError(
-                f"checkpoint {str(path)!r} is not a directory; give the path of a Hugging Face checkpoint"
-            )
-        self._files = self._locate()
-        self._open: dict[str, Any] = {}
+        self._files = tensor_files(path)
+        self._open: dict[Path, Any] = {}
 
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""
@@ -51,48 +50,13 @@ class Checkpoint:
         """The whole tensor."""
         return self._handle(name).get_tensor(name)
 
-    def _locate(self) -> dict[str, str]:
-        index = self.path / INDEX_FILE
-        if index.is_file():
-            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            absent = sorted({file for file in weight_map.values() if not (self.path / file).is_file()})
-            if absent:
-                raise CheckpointError(f"{index} names files that are not there: {', '.join(absent)}")
-            return weight_map
-        if (self.path / SINGLE_FILE).is_file():
-            return dict.fromkeys(self._handle_of(SINGLE_FILE).keys(), SINGLE_FILE)
-        raise CheckpointError(
-            f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights in another format must be saved again with "
-            "`save_pretrained(..., safe_serialization=True)`"
-        )
-
     def _handle(self, name: str) -> Any:
-        handles = self._open
-        file = self._files[name]
-        if file not in handles:
-            handles[file] = self._handle_of(file)
-        return handles[file]
-
-    def _handle_of(self, file: str) -> Any:
         from safetensors import safe_open
 
-        return safe_open(str(self.path / file), framework="pt", device="cpu")
-
-
-def load_config(path: str | Path, attention: str, trust_remote_code: bool = False) -> Any:
-    """The checkpoint's config as training needs it: no dropout, no KV cache, float32 master weights, one attention."""
-    from transformers import AutoConfig
-
-    if not (Path(path) / "config.json").is_file():
-        raise CheckpointError(f"{str(path)!r} has no config.json; give the path of a Hugging Face checkpoint")
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, attn_implementation=attention)
-    for name, value in sorted(vars(config).items()):
-        # Dropout would make the first ratio differ from 1 and draw from a global generator.
-        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
-            setattr(config, name, 0.0)
-    config.use_cache = False
-    config.dtype = torch.float32
-    return config
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = safe_open(str(file), framework="pt", device="cpu")
+        return self._open[file]
 
 
 def empty_model(auto_class: Any, config: Any, trust_remote_code: bool = False) -> nn.Module:
@@ -106,40 +70,71 @@ def empty_model(auto_class: Any, config: Any, trust_remote_code: bool = False) -
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
         model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     model.tie_weights()  # moving each parameter to meta as it was registered untied them
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    switch_off_randomness(model)
+    refuse_randomness(model)
     return model
 
 
+def check_forward(model: nn.Module) -> None:
+    """Insist that a causal language model takes positions and can give logits for chosen columns.
+
+    A forward pass that swallows unknown arguments would ignore these two without a word.
+
+    Raises:
+        PretrainedError: it does not name them among its arguments.
+    """
+    absent = sorted({"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters))
+    if absent:
+        raise PretrainedError(
+            f"{type(model).__name__} takes no {' and no '.join(absent)}, which training needs; docs/models.md lists what works"
+        )
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A network's parameters and the stored tensors that they come from."""
+
+    files: PretrainedFiles
+    initial: Mapping[str, Tensor]
+    """Whole tensors of parameters that are new, by parameter name."""
+    stored: Mapping[str, str]
+    """Parameter name -> name in the files; without those that are new."""
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start:stop` of a parameter."""
+        if name in self.initial:
+            return self.initial[name][start:stop]
+        return self.files.rows(self.stored[name], start, stop)
+
+
 def bind(
-    checkpoint: Checkpoint,
+    files: PretrainedFiles,
     model: nn.Module,
     *,
     initial: Mapping[str, Tensor] | None = None,
     ignore: Sequence[str] = (),
     rename: Callable[[str], str] = lambda name: name,
-) -> Callable[[str, int, int], Tensor]:
-    """Match a model's parameters with a checkpoint's tensors; the result reads rows of a parameter by its name.
+) -> Bound:
+    """Match a model's parameters with a checkpoint's tensors.
 
     Args:
         initial: whole tensors of parameters that are new, by parameter name; they win over the checkpoint.
         ignore: regular expressions of checkpoint tensors that the model may leave aside.
-        rename: parameter name -> name in the checkpoint.
+        rename: parameter name -> its name in transformers' model (adapters wrap layers).
 
     Raises:
-        CheckpointError: parameters without a tensor, tensors without a parameter, or another shape, each named.
+        PretrainedError: parameters without a tensor, tensors without a parameter, or another shape, each named.
     """
     initial = dict(initial or {})
-    available = set(checkpoint.names())
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    available = stored_names(files.names(), model, {rename(name) for name in shapes})
     source: dict[str, str] = {}
     missing: list[str] = []
     used: set[str] = set()
     for names in shared_names(model):
         if names[0] in initial:
             continue
-        stored = [rename(name) for name in names if rename(name) in available]
+        stored = [available[rename(name)] for name in names if rename(name) in available]
         used.update(stored)
         if stored:
             source.update(dict.fromkeys(names, stored[0]))
@@ -147,12 +142,14 @@ def bind(
             missing.append(" = ".join(names))
     patterns = [*ignore, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     unexpected = [
-        name for name in sorted(available - used) if not any(re.search(pattern, name) for pattern in patterns)
+        name
+        for name in sorted(set(files.names()) - used)
+        if not is_stored_buffer(name) and not any(re.search(pattern, name) for pattern in patterns)
     ]
     wrong = [
-        f"{name} is {checkpoint.shape(stored)} in the checkpoint and {shapes[name]} in the model"
+        f"{name} is {files.shape(stored)} in the checkpoint and {shapes[name]} in the model"
         for name, stored in source.items()
-        if checkpoint.shape(stored) != shapes[name]
+        if files.shape(stored) != shapes[name]
     ]
     problems = [
         f"{label}: {', '.join(names)}"
@@ -160,12 +157,42 @@ def bind(
         if names
     ]
     if problems:
-        raise CheckpointError(f"{checkpoint.path} does not fit {type(model).__name__}; " + "; ".join(problems))
+        raise PretrainedError(f"{files.path} does not fit {type(model).__name__}; " + "; ".join(problems))
+    return Bound(files, initial, source)
 
-    def read(name: str, start: int, stop: int) -> Tensor:
-        return initial[name][start:stop] if name in initial else checkpoint.rows(source[name], start, stop)
 
-    return read
+def stored_names(stored: Iterable[str], model: nn.Module, parameters: set[str]) -> dict[str, str]:
+    """Name in transformers' model -> name in the files, by transformers' own renaming of what it loads.
+
+    Args:
+        stored: the files' names.
+        model: its class and those of its parts decide which renamings there are.
+        parameters: the names that are looked for; a name that fits as it is stays, and the base model's prefix is added or taken away.
+
+    Raises:
+        PretrainedError: transformers would join or cut tensors of this model while it loads them; names the family.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    known: dict[str, Any] = dict.fromkeys(parameters, True)
+    prefix = str(model.base_model_prefix)
+    names: dict[str, str] = {}
+    for name in sorted(stored):
+        renamed, converted = rename_source_key(name, renamings, converters, prefix, known)
+        if renamed not in known:
+            # As transformers does: perhaps the name needs no renaming, or only a prefix.
+            renamed, converted = rename_source_key(name, [], [], prefix, known)
+        elif converted is not None:
+            raise PretrainedError(
+                f"{type(model).__name__}: transformers makes {renamed} of {name} and others while it loads, and the engines need the "
+                "files' tensors; such a model can't be trained here. docs/models.md lists what works"
+            )
+        names[renamed] = name
+    return names
 
 
 def shared_names(model: nn.Module) -> list[list[str]]:

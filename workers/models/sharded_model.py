@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from configs.schema import LoraConfig, OptimizerConfig
 from determinism.digest import module_digests
 from workers.models.batch import MiniBatch, TokenBatch, UpdateResult
-from workers.models.lora import merged
+from workers.models.lora import base_name, merged
 from workers.models.optim import Loss, Updater
 from workers.models.sharding import filler_leaf, full_weights, most_across_ranks, release
 
@@ -29,6 +29,7 @@ class ShardedModel(ABC):
         optim: optimizer settings; None for a frozen model.
         total_steps: training steps over which the learning-rate schedule runs.
         lora: the adapters that `network` has; None when it has none.
+        stored: parameter name -> name in the checkpoint's files, for `export`.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class ShardedModel(ABC):
         optim: OptimizerConfig | None,
         total_steps: int,
         lora: LoraConfig | None = None,
+        stored: Mapping[str, str] | None = None,
     ) -> None:
         self.network = network
         self.hf_config = hf_config
         self.lora = lora
+        self.stored = {base_name(name): file_name for name, file_name in (stored or {}).items()}
         self.device = device
         self.updater: Updater | None = None
         if optim is None:
@@ -85,9 +88,10 @@ class ShardedModel(ABC):
         release(self.network)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights on the CPU by Hugging Face name, adapters merged. Every rank must exhaust it."""
+        """Whole weights on the CPU by their names in the checkpoint's files, adapters merged. Every rank must exhaust it."""
         weights = full_weights(self.network)
-        return weights if self.lora is None else merged(weights, self.lora)
+        whole = weights if self.lora is None else merged(weights, self.lora)
+        return ((self.stored.get(name, name), tensor) for name, tensor in whole)
 
     def named_state(self) -> dict[str, list[tuple[str, Tensor]]]:
         """Trained `weights` and `optimizer` state, sharing storage."""

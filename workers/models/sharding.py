@@ -123,7 +123,11 @@ def _checkpoint_activations(model: nn.Module) -> None:
         if enable is not None:
             # No layer draws random numbers, so there is no generator state to keep for the second forward.
             enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
-            model.train()  # transformers checkpoints only in training mode; all dropouts are 0
+            for part in model.modules():
+                # transformers checkpoints only in training mode. The flag of these modules alone: what is inside them stays in
+                # evaluation mode, and their own dropouts are 0 (`hf_config`).
+                if getattr(part, "gradient_checkpointing", False):
+                    part.training = True
             return
     raise ValueError(f"{type(model).__name__} has no gradient checkpointing; set fsdp.gradient_checkpointing=false")
 

@@ -39,7 +39,7 @@ class TrainerWorker:
     Raises:
         ValueError: an unknown role.
         RuntimeError: the process group is missing or has another size than `launcher.num_ranks`.
-        CheckpointError: a checkpoint does not fit its model.
+        PretrainedError: a checkpoint does not fit its model.
     """
 
     def __init__(self, config: Config, roles: Sequence[str]) -> None:
@@ -159,7 +159,7 @@ class TrainerWorker:
             model.end_step()
 
     def export_weights(self) -> dict[str, Tensor] | None:
-        """The actor's whole weights in float32 on the CPU, by Hugging Face name (tied ones once); None except on rank 0."""
+        """The actor's whole weights in float32 on the CPU, by their names in `model.path`'s files (tied ones once); None except on rank 0."""
         if self.actor is None:
             raise ValueError("export_weights: this trainer has no actor")
         return self._whole(self.actor)

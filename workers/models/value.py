@@ -13,14 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs.schema import FsdpConfig, LoraConfig, OptimizerConfig
 from determinism.seeds import derive_seed, torch_generator
 from workers.models.batch import TokenBatch, ValueOutputs
+from workers.models.hf_config import load_config
 from workers.models.lora import add_adapters, base_name
 from workers.models.optim import Loss
-from workers.models.pretrained import Checkpoint, CheckpointError, bind, empty_model, load_config
+from workers.models.pretrained import PretrainedError, PretrainedFiles, bind, empty_model
 from workers.models.sharded_model import ShardedModel
-from workers.models.sharding import materialise, shard
+from workers.models.sharding import decoder_layers, materialise, shard
 
 HEAD = "score.weight"
 """The head's name in transformers' sequence classifiers."""
+CAUSAL_HEADS = (r"^(lm_head|embed_out)\.",)
+"""What a critic leaves aside of a causal language model, as a regular expression."""
 
 
 class ValueNetwork(nn.Module):
@@ -28,13 +31,13 @@ class ValueNetwork(nn.Module):
 
     def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
         super().__init__()
-        self.prefix: str = backbone.base_model_prefix  # type: ignore[assignment]
-        self.add_module(self.prefix, backbone)
+        self.base_model_prefix: str = backbone.base_model_prefix  # type: ignore[assignment]
+        self.add_module(self.base_model_prefix, backbone)
         self.score = nn.Linear(hidden_size, 1, bias=False, device="meta")
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """[N, T] ids and positions -> [N, T, 1] float32: the head's output at each token."""
-        backbone = getattr(self, self.prefix)
+        backbone = getattr(self, self.base_model_prefix)
         hidden = backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         return self.score(hidden.float())
 
@@ -64,7 +67,7 @@ class ValueModel(ShardedModel):
         Others as for `PolicyModel`.
 
     Raises:
-        CheckpointError: the checkpoint does not fit, or is a classifier of more than one label.
+        PretrainedError: the checkpoint does not fit, or is a classifier of more than one label.
     """
 
     def __init__(
@@ -86,16 +89,16 @@ class ValueModel(ShardedModel):
         hf_config = load_config(path, fsdp.attention, trust_remote_code)
         backbone = empty_model(AutoModel, hf_config, trust_remote_code)
         network = ValueNetwork(backbone, hf_config.hidden_size)
-        checkpoint = Checkpoint(path)
-        initial = _new_head(checkpoint, hf_config, seed)
+        files = PretrainedFiles(path)
+        initial = _new_head(files, hf_config, seed)
         adapted = lora is not None and lora.rank > 0
         if lora is not None and adapted:
             initial |= add_adapters(network, lora, seed, "critic")
             network.score.requires_grad_(True)  # a head is always trained, it may be new
-        read = bind(checkpoint, network, initial=initial, ignore=[r"^lm_head\."], rename=base_name)
+        bound = bind(files, network, initial=initial, ignore=CAUSAL_HEADS, rename=base_name)
         shard(network, mesh, fsdp, full_determinism, fp32_modules=(network.score,))
-        materialise(network, device, read)
-        super().__init__(network, hf_config, device, optim, total_steps, lora if adapted else None)
+        materialise(network, device, bound.read)
+        super().__init__(network, hf_config, device, optim, total_steps, lora if adapted else None, bound.stored)
 
     def forward(self, leaf: TokenBatch, loss: Loss | None) -> ValueOutputs:
         """Outputs for training and scoring."""
@@ -106,13 +109,28 @@ class ValueModel(ShardedModel):
         return [outputs.values.cpu() for outputs in self.score(leaves)]
 
 
-def _new_head(checkpoint: Checkpoint, config: Any, seed: int) -> dict[str, Tensor]:
+def _new_head(files: PretrainedFiles, config: Any, seed: int) -> dict[str, Tensor]:
     """The head of a checkpoint that has none: normal with standard deviation 1 / (hidden size + 1), so that first values are small."""
-    if HEAD in checkpoint.names():
-        labels = checkpoint.shape(HEAD)[0]
+    if HEAD in files.names():
+        labels = files.shape(HEAD)[0]
         if labels != 1:
-            raise CheckpointError(f"{checkpoint.path} is a classifier of {labels} labels; a value model needs one")
+            raise PretrainedError(f"{files.path} is a classifier of {labels} labels; a value model needs one")
         return {}
     generator = torch_generator(derive_seed(seed, "value_head"))
     size = config.hidden_size
     return {HEAD: torch.randn(1, size, generator=generator) / (size + 1)}
+
+
+def check_value(path: str | Path, attention: str, trust_remote_code: bool = False) -> None:
+    """As `workers.models.policy.check_policy`, for a critic.
+
+    Raises:
+        PretrainedError: as `ValueModel`.
+    """
+    from transformers import AutoModel
+
+    config = load_config(path, attention, trust_remote_code)
+    network = ValueNetwork(empty_model(AutoModel, config, trust_remote_code), config.hidden_size)
+    decoder_layers(network)
+    files = PretrainedFiles(path)
+    bind(files, network, initial=_new_head(files, config, seed=0), ignore=CAUSAL_HEADS)

@@ -12,7 +12,6 @@ from trainer.algorithms.aggregate import (
     aggregate,
     exact_sum,
     explained_variance,
-    masked_mean,
     masked_moments,
     pairwise_sum,
     sequence_share,
@@ -63,7 +62,7 @@ def test_the_exact_sum_is_correctly_rounded_in_any_order():
 
 def test_the_sum_of_nothing_is_zero():
     assert exact_sum(torch.empty(0)) == 0.0
-    assert masked_mean(torch.tensor([math.nan]), torch.tensor([False])) == 0.0
+    assert masked_moments(torch.tensor([math.nan]), torch.tensor([False])).mean == 0.0
     assert float(pairwise_sum(torch.empty(0))) == 0.0
 
 

@@ -19,9 +19,10 @@ from tests.workers.models._models import (
     trainer_config,
 )
 from tests.workers.models._ranks import on_ranks
+from workers.models.hf_config import load_config
 from workers.models.lora import add_adapters, merged
 from workers.models.policy import BaseOfAdapters
-from workers.models.pretrained import empty_model, load_config
+from workers.models.pretrained import empty_model
 from workers.models.trainer_worker import TrainerWorker
 
 LORA = LoraConfig(rank=3, alpha=6.0)

@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from configs.schema import FsdpConfig, OptimizerConfig
 from tests.workers.models._models import RatioLoss, batch, leaves_of, mini_batch, save_checkpoint, trainer_config
 from tests.workers.models._ranks import on_ranks
+from workers.models.hf_config import load_config
 from workers.models.optim import lr_factor
 from workers.models.policy import PolicyModel
-from workers.models.pretrained import Checkpoint, CheckpointError, bind, empty_model, load_config
+from workers.models.pretrained import PretrainedError, PretrainedFiles, bind, empty_model
 from workers.models.sharding import full_weights, rank_mesh, row_range
 from workers.models.trainer_worker import TrainerWorker
 
@@ -99,12 +100,12 @@ def test_a_checkpoint_in_several_files_is_read_like_one(untied, tmp_path):
         save_file({name: tensors[name] for name in chosen}, tmp_path / "split" / file)
     index = {"weight_map": {name: file for file, chosen in parts.items() for name in chosen}}
     (tmp_path / "split" / "model.safetensors.index.json").write_text(json.dumps(index))
-    split = Checkpoint(tmp_path / "split")
+    split = PretrainedFiles(tmp_path / "split")
     assert split.names() == names
     assert all(torch.equal(split.rows(name, 1, 3), tensors[name][1:3]) for name in names)
     (tmp_path / "split" / "b.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"files that are not there: b\.safetensors"):
-        Checkpoint(tmp_path / "split")
+    with pytest.raises(PretrainedError, match=r"files that are not there: b\.safetensors"):
+        PretrainedFiles(tmp_path / "split")
 
 
 def test_a_bfloat16_checkpoint_gives_float32_master_weights(tmp_path):
@@ -122,8 +123,8 @@ def test_what_does_not_fit_is_named(untied, tmp_path):
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :-1].contiguous()
     shutil.copytree(untied, tmp_path / "odd")
     save_file(tensors, tmp_path / "odd" / "model.safetensors")
-    with pytest.raises(CheckpointError) as error:
-        bind(Checkpoint(tmp_path / "odd"), empty(untied))
+    with pytest.raises(PretrainedError) as error:
+        bind(PretrainedFiles(tmp_path / "odd"), empty(untied))
     text = str(error.value)
     assert "missing: model.norm.weight" in text
     assert "unexpected: stray.weight" in text
@@ -131,11 +132,11 @@ def test_what_does_not_fit_is_named(untied, tmp_path):
 
 
 def test_missing_directories_and_formats_are_named(tmp_path):
-    with pytest.raises(CheckpointError, match="is not a directory"):
-        Checkpoint(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
-        Checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+    with pytest.raises(PretrainedError, match="is not a directory"):
+        PretrainedFiles(tmp_path / "absent")
+    with pytest.raises(PretrainedError, match=r"has neither model\.safetensors nor"):
+        PretrainedFiles(tmp_path)
+    with pytest.raises(PretrainedError, match=r"has no config\.json"):
         load_config(tmp_path, "sdpa")
 
 

@@ -19,7 +19,7 @@ from tests.workers.models._models import (
     trainer_config,
 )
 from tests.workers.models._ranks import on_ranks
-from workers.models.pretrained import CheckpointError
+from workers.models.pretrained import PretrainedError
 from workers.models.sharding import full_weights, rank_mesh
 from workers.models.trainer_worker import TrainerWorker
 from workers.models.value import HEAD, ValueModel
@@ -91,7 +91,7 @@ def test_a_new_head_follows_the_seed_not_the_ranks(causal, tmp_path):
 
 
 def two_labels(path: str) -> str:
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(PretrainedError) as error:
         critic(path)
     return str(error.value)
 
