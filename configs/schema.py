@@ -215,6 +215,8 @@ class DataConfig:
     """Render prompts with the chat template; false feeds plain text."""
     system_prompt: str | None = None
     """A system message put before every conversation that does not bring its own."""
+    template_date: str | None = None
+    """The date (2024-07-26) that chat templates which ask for today's get, the reward model's too. Null: today's at the run's start, which its config then holds and a resume keeps; refused under full determinism where a template asks."""
 
 
 @dataclass
