@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +20,9 @@ LABEL = re.compile(r"[A-Za-z0-9_.-]+")
 
 DISTRIBUTION = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """Sampling settings that must keep their defaults in training: otherwise the sampled distribution isn't the trained one."""
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises any smaller temperature above 0 to this."""
 
 
 def check(config: Config) -> tuple[Config, list[Problem]]:
@@ -153,10 +158,18 @@ def _data(config: Config) -> Iterator[Problem]:
                 f"source {source.name!r} generates the same rows as a training source, so nothing is held out",
                 "give it another name or another seed",
             )
+    if config.data.template_date is not None and not _is_date(config.data.template_date):
+        yield Problem("data.template_date", f"{config.data.template_date!r} is no date", "write it as 2024-07-26")
     if any(source.streaming and source.kind != "dataset" for source in config.data.train + config.data.validation):
         yield Problem("data", "streaming is for sources of kind `dataset`", "set streaming=false for generated tasks")
     if config.trainer.total_epochs is not None and any(source.streaming for source in config.data.train):
         yield Problem("trainer.total_epochs", "a streamed source has no known epoch", "use trainer.total_steps")
+
+
+def _is_date(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return datetime.date.fromisoformat(text).isoformat() == text
+    return False
 
 
 def _task(source: DataSourceConfig) -> tuple[str, str, str]:
@@ -182,6 +195,13 @@ def _sampling(config: Config) -> Iterator[Problem]:
             "0 is greedy: every sample of a prompt is the same and its log-probability under the policy is undefined",
             "take a value above 0 (1.0 samples the policy itself)",
         )
+    for key, sampling in samplings(config):
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
+            yield Problem(
+                f"{key}.temperature",
+                f"{sampling.temperature} is below {MIN_TEMPERATURE}, the smallest that vLLM samples at: it would raise it without a word",
+                f"take at least {MIN_TEMPERATURE}{', or 0 (greedy)' if key == 'rollout.validation' else ''}",
+            )
     for name in DISTRIBUTION:
         value, neutral = getattr(training, name), getattr(SamplingConfig, name)
         if value != neutral:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from configs.checks import MIN_TEMPERATURE
 from rollout.sampling import check_request, seeds_are_derived
 from rollout.types import Generation, GenerationRequest, Sampling
 from rollout.weights import check_weights, checkpoint_shapes
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from configs.schema import RolloutConfig
-
-MIN_TEMPERATURE = 0.01
-"""vLLM raises any smaller non-zero temperature to this without an error, so it is refused here."""
 
 
 class NonFiniteLogprobError(RuntimeError):

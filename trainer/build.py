@@ -29,6 +29,7 @@ from trainer.algorithms.kl import controller
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.data.prompts import load_tokenizer
 from trainer.data.sampler import PromptData, PromptSampler
+from trainer.data.templates import fix_date
 from trainer.engine_check import EngineCheck, check_engines
 from trainer.input_digests import input_digests
 from trainer.judge import Judge
@@ -110,6 +111,7 @@ def load_inputs(config: Config, training: bool = True) -> Inputs:
     model = config.model
     try:
         tokenizer = load_tokenizer(model.tokenizer or model.path, model.chat_template, model.trust_remote_code)
+        fix_date(tokenizer, config.data.template_date)
         check_models(config, training)
         return Inputs(
             tokenizer=tokenizer,
@@ -315,9 +317,9 @@ def reward_tokenizer(config: Config) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(
-        model.tokenizer or model.path, trust_remote_code=config.model.trust_remote_code
-    )
+    path = model.tokenizer or model.path
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    return fix_date(tokenizer, config.data.template_date)
 
 
 def record_manifest(

@@ -70,11 +70,14 @@ def session(config: Config, training: bool = True) -> Iterator[Session]:
     with without_collection():
         pin_process(config.full_determinism, config.determinism.threads)
 
+        from trainer.tracking import check_tracking
         from workers import vllm_process
         from workers.launch.launcher import make_launcher
         from workers.models import trainer_worker
 
         config, run_directory, inputs = _checked(config, training)
+        if training:
+            check_tracking(config.tracking)
     with ExitStack() as stack:
         preload = (*(trainer_worker.PRELOAD if training else ()), *vllm_process.PRELOAD)
         launcher = make_launcher(config, run_directory.path, preload)
@@ -86,11 +89,13 @@ def _checked(config: Config, training: bool) -> tuple[Config, RunDirectory, Inpu
     """The config with its paths, the run directory and the inputs; everything has been checked."""
     from reward.pool import check_functions
     from trainer.build import load_inputs, resolve_paths
+    from trainer.data.templates import earlier_date, settle_date
     from trainer.run_dir import RunDirectory
 
     config = resolve_paths(config)
     run_directory = RunDirectory(config.run.dir)
     run_directory.check(config.run.resume)
+    config = settle_date(config, earlier_date(run_directory.config) if config.run.resume != "never" else None)
     with ThreadPoolExecutor(1) as aside:
         # In a process of its own anyway, so it need not wait for the data.
         functions = aside.submit(check_functions, config.reward.functions)
@@ -107,6 +112,9 @@ def start(config: Config, adjust: Callable[[PPO], None] | None = None, checkpoin
         checkpoint: restore this one instead of looking in the run directory.
     """
     with session(config) as ready:
+        from trainer.data.sampler import log_first_prompt
+
+        log_first_prompt(ready.inputs.train)
         found = prepare_directory(ready.config, ready.run, ready.inputs)
         return train(ready.config, ready.launcher, ready.run, checkpoint or found, ready.inputs, ready.stack, adjust)
 

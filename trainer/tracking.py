@@ -3,15 +3,67 @@ except that a metrics file which can't be written is an error: data must not be 
 
 from __future__ import annotations
 
+import http.client
 import logging
 import math
+import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from configs.problems import UserError
 from configs.schema import TrackingConfig
 from trainer.run_dir import RunDirectory, append_json_line
 
 logger = logging.getLogger(__name__)
+
+
+ANSWER_S = 5.0
+"""Longest wait for the tracker's server before the run starts."""
+
+
+class TrackingError(UserError, ValueError):
+    """The run can't be tracked as asked."""
+
+
+def check_tracking(config: TrackingConfig) -> None:
+    """Before anything starts: where a run is to be tracked online, there are credentials and the server answers.
+
+    Without them W&B would ask at a terminal, or wait for a minute, with all engines up.
+
+    Raises:
+        TrackingError: what is missing, and the ways out.
+    """
+    if config.wandb_mode != "online":
+        return
+    from wandb.errors import AuthenticationError
+    from wandb.sdk import wandb_setup
+    from wandb.sdk.lib import wbauth
+
+    host = wandb_setup.singleton().settings.base_url
+    out = "or track later: tracking=offline keeps everything for `wandb sync`"
+    try:
+        found = wbauth.authenticate_session(host=host, source="exactrl", prompt=False, update_session=False)
+    except AuthenticationError as error:
+        raise TrackingError(
+            f"tracking.wandb_mode=online: the credentials for {host} are not valid: {error}; {out}"
+        ) from error
+    if found is None:
+        raise TrackingError(
+            f"tracking.wandb_mode=online, and there are no credentials for {host}; run `wandb login`, or set WANDB_API_KEY, {out}"
+        )
+    try:
+        urllib.request.urlopen(host, timeout=ANSWER_S).close()
+    except urllib.error.HTTPError as error:  # an answer
+        error.close()
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        if isinstance(getattr(error, "reason", None), ssl.SSLError):
+            return  # it answers; which certificates are trusted is W&B's own matter
+        raise TrackingError(
+            f"tracking.wandb_mode=online, and {host} does not answer within {ANSWER_S:g} s ({error}); check the network, the proxy "
+            f"and WANDB_BASE_URL, {out}"
+        ) from error
 
 
 class Tracker:

@@ -93,6 +93,22 @@ def test_the_sampled_validation_is_sampled():
     assert keys("rollout.validation_sampled={n: 4, temperature: 0}") == ["rollout.validation_sampled.temperature"]
 
 
+@pytest.mark.parametrize("group", ["sampling", "validation", "validation_sampled"])
+def test_a_temperature_that_vllm_would_raise_is_refused(group):
+    key = f"rollout.{group}.temperature"
+    said = line(key, f"{key}=0.009")
+    assert "0.009 is below 0.01" in said
+    assert "take at least 0.01" in said
+    assert ("0 (greedy)" in said) == (group == "validation")
+    assert keys(f"{key}=0.01") == []
+
+
+@pytest.mark.parametrize("text", ["today", "2024-13-01", "20240103", "2024-1-3", "2024-W01-3", "2024-01-03T10:00"])
+def test_a_template_date_is_an_iso_date(text):
+    assert f"'{text}' is no date" in line("data.template_date", f"data.template_date='{text}'")
+    assert keys("data.template_date=2024-01-03") == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [

@@ -64,6 +64,7 @@ def train(
     process = start(run_dir, *overrides, launcher=launcher, ranks=ranks, env=env or {})
     output, _ = process.communicate(timeout=500)
     assert process.returncode == 0, f"exit code {process.returncode}\n{output[-8000:]}"
+    assert "nanobind" not in output, f"libraries complain below the run's last lines:\n{output[-8000:]}"
     return run_dir
 
 

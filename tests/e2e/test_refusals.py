@@ -39,6 +39,30 @@ def test_settings_that_cannot_work_are_named(capsys, tmp_path, overrides, expect
     assert expected in refused(capsys, f"run.dir={tmp_path / 'run'}", *overrides)
 
 
+CLOCK = "{% for m in messages %}{{ m.content }}{% endfor %} {{ strftime_now('%d %b %Y') }}"
+
+
+def test_a_chat_template_with_a_clock_is_refused_under_full_determinism(capsys, tmp_path):
+    overrides = (f"run.dir={tmp_path / 'run'}", f"model.chat_template='{CLOCK.replace(chr(39), chr(92) + chr(39))}'")
+    assert "data.template_date is null" in refused(capsys, *overrides, "full_determinism=true")
+    assert not (tmp_path / "run").exists()
+
+
+def test_tracking_online_without_credentials_is_refused(tmp_path):
+    """Also at a terminal, where W&B would ask."""
+    environment = {"WANDB_API_KEY": "", "WANDB_BASE_URL": "http://127.0.0.1:9", "NETRC": str(tmp_path / "none")}
+    master, terminal = os.openpty()
+    process = runs.start(
+        tmp_path / "run", "tracking.wandb_mode=online", launcher="python", env=environment, stdin=terminal
+    )
+    output, _ = process.communicate(timeout=120)
+    os.close(master)
+    os.close(terminal)
+    assert process.returncode == 2
+    assert "there are no credentials for http://127.0.0.1:9; run `wandb login`" in output
+    assert not (tmp_path / "run").exists()
+
+
 def test_more_cpus_than_exist_says_needed_and_available(capsys, tmp_path):
     message = refused(
         capsys, f"run.dir={tmp_path / 'run'}", "rollout.replicas=64", "launcher.ray_num_cpus=2", "launcher.name=ray"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -134,6 +134,16 @@ def _check_sources(configs: Sequence[DataSourceConfig], split: str) -> None:
             raise SourceError(
                 f"data source {source.name!r}: weight is {source.weight}; it must be above 0, or leave the source out"
             )
+
+
+def log_first_prompt(data: PromptData) -> None:
+    """Show the first prompt as the engine sees it, once: its template, its BOS and the ids are where mistakes are seen."""
+    source = data.sources[0]
+    prompts: Iterable[Prompt | None] = source.prompts if source.stream is None else source.stream(0)
+    first = next((prompt for prompt in prompts if prompt is not None), None)
+    if first is not None:
+        ids = " ".join(map(str, first.token_ids))
+        logger.info("first prompt (%s): %r\nits %d token ids: %s", first.id, first.text, len(first.token_ids), ids)
 
 
 def data_digest(prompts: Sequence[Prompt]) -> str:

@@ -1,6 +1,7 @@
-"""Loads one configured source into rows: a generated reasoning-gym task, or anything the `datasets` library reads.
+"""Loads one configured source into rows: a generated reasoning-gym task, JSON or CSV files, or what the `datasets` library reads.
 
-A row keeps what verifiers need: the answer and, under `extra`, the remaining columns. Rows keep their number in the source, so
+Local JSON and CSV files are read as they are written (`files.py`); parquet files, saved datasets and the Hub's come through
+`datasets`, with the types that they have there. A row keeps what verifiers need: the answer and, under `extra`, the remaining columns. Rows keep their number in the source, so
 a prompt's identity does not move when others are filtered out.
 """
 
@@ -9,25 +10,34 @@ from __future__ import annotations
 import contextlib
 import datetime
 import decimal
+import itertools
 import json
+import logging
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from configs.schema import DataSourceConfig
 from determinism.seeds import derive_seed
+from trainer.data.files import FORMATS, PARAMS, FileError, format_of, read_file, short
 
-FILE_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
-"""Suffix of a local file, and the `datasets` builder that reads it."""
+logger = logging.getLogger(__name__)
+
+PARQUET = ".parquet"
+READABLE = (PARQUET, *FORMATS)
+"""Suffixes of local files."""
 
 TASK_KEY = "reasoning_gym"
 """Where a generated row's `extra` keeps what the task's own `score_answer` needs."""
 
 # Generated tasks seed row i with seed + i, some of them a numpy generator that takes 32 bits.
 _TASK_SEED_BITS = 31
+
+# Rows of a stream in which the columns are looked for; a loaded source is looked through whole.
+_LOOKED_THROUGH = 1000
 
 # Some tasks walk through sets while they make a row; generating the first ones twice finds those.
 _REPEATED_ROWS = 8
@@ -65,7 +75,7 @@ def load_rows(config: DataSourceConfig, data_seed: int, split: str) -> list[Sour
     if config.kind == "reasoning_gym":
         return _generate(config, task_seed(config, data_seed, split))
     if config.kind == "dataset":
-        rows = list(read_rows(config, _open_dataset(config)))
+        rows = list(read_rows(config, _loaded(config)))
         if not rows:
             raise SourceError(f"data source {config.name!r}: {config.path} has no rows in split {config.split!r}")
         return rows
@@ -131,36 +141,23 @@ def _own_generators(seed: int) -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def _open_dataset(config: DataSourceConfig, *, streaming: bool = False) -> Any:
-    """The `datasets` object of a source: local file, local folder, or Hub name."""
-    import datasets
+@dataclass(frozen=True)
+class _Table:
+    """What is read: rows, and the columns that they (or the first ones of a stream) have."""
 
-    path = Path(os.path.expanduser(config.path))
-    params = dict(config.params)
-    try:
-        if path.is_file():
-            if path.suffix not in FILE_FORMATS:
-                raise SourceError(
-                    f"data source {config.name!r}: {config.path} ends in {path.suffix!r}; readable are {', '.join(FILE_FORMATS)}"
-                )
-            # A slice such as train[:100] names rows of the one split that the file becomes.
-            files = {config.split.partition("[")[0]: str(path)}
-            return datasets.load_dataset(
-                FILE_FORMATS[path.suffix], data_files=files, split=config.split, streaming=streaming, **params
-            )
-        if path.is_dir() and ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
-            loaded = datasets.load_from_disk(str(path), **params)
-            loaded = loaded[config.split] if isinstance(loaded, datasets.DatasetDict) else loaded
-            return loaded.to_iterable_dataset() if streaming else loaded
-        if not path.is_dir() and (path.suffix in FILE_FORMATS or path.is_absolute() or config.path.startswith(".")):
-            raise SourceError(f"data source {config.name!r}: there is no file {config.path}")
-        return datasets.load_dataset(config.path, split=config.split, streaming=streaming, **params)
-    except SourceError:
-        raise
-    except Exception as error:  # the library raises many kinds; each means that this source cannot be read
-        raise SourceError(
-            f"data source {config.name!r}: cannot load {config.path} (split {config.split!r}): {type(error).__name__}: {error}"
-        ) from error
+    rows: Iterable[Mapping[str, Any]]
+    columns: Sequence[str] | None
+    """In their order; None when nothing is known without a row."""
+
+
+def _loaded(config: DataSourceConfig) -> _Table:
+    """A source as a whole."""
+    files = _files(config)
+    if files is None:
+        dataset = _open_dataset(config)
+        return _Table(dataset, dataset.column_names)
+    rows = _split_of(config, {name: list(_read_files(config, paths)) for name, paths in files.items()})
+    return _Table(rows, _columns(rows))
 
 
 def open_stream(config: DataSourceConfig, start: int) -> Iterator[SourceRow]:
@@ -171,19 +168,143 @@ def open_stream(config: DataSourceConfig, start: int) -> Iterator[SourceRow]:
     """
     if config.kind != "dataset":
         raise SourceError(f"data source {config.name!r}: streaming needs kind=dataset, not {config.kind}")
-    dataset = _open_dataset(config, streaming=True)
-    return read_rows(config, dataset.skip(start) if start else dataset, start)
+    files = _files(config)
+    if files is None:
+        dataset = _open_dataset(config, streaming=True)
+        return read_rows(config, _Table(dataset.skip(start) if start else dataset, dataset.column_names), start)
+    if set(files) != {config.split}:
+        raise SourceError(f"data source {config.name!r}: split is {config.split!r}; a stream is one whole split")
+    rows = _read_files(config, files[config.split])
+    first = list(itertools.islice(rows, _LOOKED_THROUGH)) if start == 0 else []
+    return read_rows(
+        config, _Table(itertools.chain(first, itertools.islice(rows, start, None)), _columns(first)), start
+    )
 
 
-def read_rows(config: DataSourceConfig, dataset: Any, start: int = 0) -> Iterator[SourceRow]:
-    """Turn dataset rows into `SourceRow`s, numbered from `start`; see `load_rows` for what is raised."""
-    names = getattr(dataset, "column_names", None)
-    if names is not None:
-        _check_columns(config, list(names))
-    for index, values in enumerate(dataset, start):
-        if names is None and index == start:
+def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str] | None:
+    """Every column that occurs, in the order of first occurrence; None without rows."""
+    return list(dict.fromkeys(name for row in rows for name in row)) or None
+
+
+def _files(config: DataSourceConfig) -> dict[str, list[str]] | None:
+    """Split -> its files, for local JSON and CSV files; None for what `datasets` is to read.
+
+    A file is the one split that the config names; in a folder `datasets` finds out which files are which split.
+    """
+    path = Path(os.path.expanduser(config.path))
+    names = list(dict.fromkeys(part.partition("[")[0].strip() for part in config.split.split("+")))
+    if path.is_file():
+        if format_of(path) is not None:
+            return {name: [str(path)] for name in names}
+        if path.suffix == PARQUET:
+            return None
+        raise SourceError(
+            f"data source {config.name!r}: {config.path} ends in {path.suffix!r}; readable are {', '.join(READABLE)} "
+            f"({', '.join(FORMATS)} also as .gz)"
+        )
+    if not path.is_dir():
+        if path.suffix in READABLE or format_of(path) is not None or path.is_absolute() or config.path.startswith("."):
+            raise SourceError(f"data source {config.name!r}: there is no file {config.path}")
+        return None
+    if _is_saved(path):
+        return None
+    import datasets
+
+    with _named(config):
+        own = {name for names in PARAMS.values() for name in names}
+        rest = {name: value for name, value in config.params.items() if name not in own}
+        builder = datasets.load_dataset_builder(str(path), **rest)
+        found = {
+            str(split): [str(file) for file in paths] for split, paths in (builder.config.data_files or {}).items()
+        }
+    if not any(format_of(file) for paths in found.values() for file in paths):
+        return None
+    if names == ["all"]:
+        names = list(found)
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        raise SourceError(
+            f"data source {config.name!r}: {config.path} has no split {unknown[0]!r}; it has {', '.join(found)}"
+        )
+    return {name: found[name] for name in names}
+
+
+def _read_files(config: DataSourceConfig, paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+    own = {name for names in PARAMS.values() for name in names}
+    is_file = Path(os.path.expanduser(config.path)).is_file()
+    # In a folder the others have helped to find the files.
+    params = {name: value for name, value in config.params.items() if is_file or name in own}
+    try:
+        for path in paths:
+            yield from read_file(path, params)
+    except FileError as error:
+        raise SourceError(f"data source {config.name!r}: {error}") from error
+
+
+def _split_of(config: DataSourceConfig, rows: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows of `config.split`, which may name a slice (`train[:100]`, `train[:10%]`) or a sum of splits."""
+    import datasets
+
+    split = "+".join(rows) if config.split == "all" else config.split
+    with _named(config):
+        instruction = datasets.ReadInstruction.from_spec(split)
+        parts = instruction.to_absolute({name: len(found) for name, found in rows.items()})
+    return [row for part in parts for row in rows[part.splitname][part.from_ : part.to]]
+
+
+def _is_saved(path: Path) -> bool:
+    return (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
+
+
+@contextlib.contextmanager
+def _named(config: DataSourceConfig) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the library raises many kinds; each means that this source cannot be read
+        raise SourceError(
+            f"data source {config.name!r}: cannot load {config.path} (split {config.split!r}): {type(error).__name__}: {error}"
+        ) from error
+
+
+def _open_dataset(config: DataSourceConfig, *, streaming: bool = False) -> Any:
+    """The `datasets` object of a source: a parquet file, a folder, or a Hub name."""
+    import datasets
+
+    path = Path(os.path.expanduser(config.path))
+    params = dict(config.params)
+    with _named(config):
+        if path.is_file():
+            # A slice such as train[:100] names rows of the one split that the file becomes.
+            files = {config.split.partition("[")[0]: str(path)}
+            return datasets.load_dataset("parquet", data_files=files, split=config.split, streaming=streaming, **params)
+        if path.is_dir() and _is_saved(path):
+            loaded = datasets.load_from_disk(str(path), **params)
+            loaded = loaded[config.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            return loaded.to_iterable_dataset() if streaming else loaded
+        loaded = datasets.load_dataset(config.path, split=config.split, streaming=streaming, **params)
+    if not path.is_dir() and loaded.info.builder_name in ("json", "csv"):
+        logger.warning(
+            "data source %r: %s holds %s files, whose columns get the types that `datasets` sees in them: numbers and dates may "
+            "no longer be as they are written. Give the path of a local copy to have them unchanged",
+            config.name,
+            config.path,
+            loaded.info.builder_name.upper(),
+        )
+    return loaded
+
+
+def read_rows(config: DataSourceConfig, table: _Table, start: int = 0) -> Iterator[SourceRow]:
+    """Turn rows of columns into `SourceRow`s, numbered from `start`; see `load_rows` for what is raised."""
+    if start == 0 and table.columns is not None:
+        _check_columns(config, table.columns)
+    for index, values in enumerate(table.rows, start):
+        if index == 0 and table.columns is None:
             _check_columns(config, list(values))
         where = f"data source {config.name!r}: row {index}"
+        if config.prompt_key not in values:
+            raise SourceError(
+                f"{where}: has no {config.prompt_key!r} (prompt_key); it has {', '.join(values) or 'nothing'}"
+            )
         values = {name: plain(value, f"{where}, column {name!r}") for name, value in values.items()}
         answer_key = _answer_key(config, list(values))
         answer = _reach(values, answer_key) if answer_key else None
@@ -231,7 +352,7 @@ def _prompt(value: Any, where: str, key: str) -> str | tuple[Mapping[str, Any], 
         # Columnar files give every message every field; those it never had come back as None.
         return tuple({name: part for name, part in message.items() if part is not None} for message in value)
     raise SourceError(
-        f"{where}: column {key!r} holds {_short(value)}; it must be text or a list of messages with role and content"
+        f"{where}: column {key!r} holds {short(value)}; it must be text or a list of messages with role and content"
     )
 
 
@@ -241,7 +362,13 @@ def plain(value: Any, where: str) -> Any:
     Raises:
         SourceError: a value that has no such form; names where it stands.
     """
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # JSON can write one half of a surrogate pair
+            raise SourceError(f"{where}: holds {error.object[error.start]!r}, which is no character") from error
+        return value
+    if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
         return {
@@ -263,11 +390,6 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, set | frozenset):
         raise SourceError(f"{where}: holds a set, whose order is not defined")
     raise SourceError(f"{where}: holds a {type(value).__name__}, which cannot be kept; drop the column")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def overlapping_tasks(

@@ -11,6 +11,7 @@ new weights come after what was asked for under the old ones, and before what is
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -36,6 +37,10 @@ FAREWELL_S = 30.0
 """Longest wait of a failed rank for the driver to end it."""
 Address = str | tuple[str, int]
 """A Unix socket's (abstract) name, or host and port."""
+
+# What is still frozen when the interpreter ends is never collected, and native modules (Triton's, through torch.compile) then print
+# a page of leaked types and functions below the run's last lines.
+atexit.register(gc.unfreeze)
 
 
 class Engine(Protocol):

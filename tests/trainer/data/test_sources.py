@@ -1,4 +1,6 @@
 import csv
+import datetime
+import decimal
 import json
 import random
 from pathlib import Path
@@ -62,9 +64,31 @@ class TestFiles:
         assert [row.extra for row in rows] == [{"level": i} for i in range(5)]
         assert [row.index for row in rows] == list(range(5))
 
-    def test_csv_rows_have_numbers_where_they_look_like_numbers(self, tmp_path) -> None:
+    def test_csv_cells_are_text(self, tmp_path) -> None:
         rows = load_rows(dataset(write(tmp_path / "rows.csv", RECORDS)), 0, "train")
-        assert [(row.prompt, row.answer) for row in rows] == [(f"p{i}", i) for i in range(5)]
+        assert [(row.prompt, row.answer, row.extra) for row in rows] == [
+            (f"p{i}", f"{i}", {"level": f"{i}"}) for i in range(5)
+        ]
+
+    def test_parquet_values_keep_their_meaning(self, tmp_path) -> None:
+        values = {
+            "decimal": decimal.Decimal("1.50"),
+            "date": datetime.date(2024, 1, 3),
+            "time": datetime.datetime(2024, 1, 3, 10, 30),
+            "text": "2024-01-03",
+            "big": 2**63 - 1,
+        }
+        path = write(tmp_path / "rows.parquet", [{"prompt": "p", "answer": 42, **values}, {"prompt": "q"}])
+        first, second = load_rows(dataset(path), 0, "train")
+        assert (first.answer, second.answer) == (42, None)
+        assert digest_value(first.answer) == digest_value(42)  # not 42.0, beside a gap
+        assert first.extra == {
+            "decimal": "1.50",
+            "date": "2024-01-03",
+            "time": "2024-01-03T10:30:00",
+            "text": "2024-01-03",
+            "big": 2**63 - 1,
+        }
 
     def test_a_folder_is_read_by_split(self, tmp_path) -> None:
         write(tmp_path / "folder" / "train.jsonl", RECORDS)
@@ -138,7 +162,7 @@ class TestRefusals:
 
     def test_an_empty_source(self, tmp_path) -> None:
         path = write(tmp_path / "rows.jsonl", RECORDS)
-        with pytest.raises(SourceError, match="no data"):
+        with pytest.raises(SourceError, match="no rows"):
             load_rows(dataset(path, split="train[0:0]"), 0, "train")
 
     def test_an_unknown_kind(self) -> None:
