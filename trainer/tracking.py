@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from configs.schema import TrackingConfig
-from trainer.run_dir import RunDirectory, append_json_line
+from determinism.files import append_json_line
+from trainer.run_dir import RunDirectory
 
 logger = logging.getLogger(__name__)
 
