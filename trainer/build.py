@@ -26,6 +26,7 @@ from rollout.sampling import find_eos_token_ids
 from trainer.algorithms.kl import controller
 from trainer.async_ppo import AsyncPPO
 from trainer.checkpoint import Checkpoint, CheckpointStore
+from trainer.claim import check_restored, commit
 from trainer.data.prompts import load_tokenizer
 from trainer.data.sampler import PromptData, PromptSampler
 from trainer.engine_check import EngineCheck, check_engines
@@ -275,7 +276,7 @@ def assemble(
         validation=validation_of(config, engines, inputs),
         ledger=Ledger(run.path, config.ledger.record, is_main=launcher.is_main),
         record=Record(run, tracker, config.tracking.save_episodes, config.tracking.log_samples),
-        store=CheckpointStore(run.checkpoints, config.trainer.keep_last, config.trainer.keep_every),
+        store=CheckpointStore(run.checkpoints, config.trainer.keep_last, config.trainer.keep_every, run.id),
         kl=controller(config.algorithm.kl),
         on_main=launcher.on_main,
         pad_id=inputs.tokenizer.pad_token_id if inputs.tokenizer.pad_token_id is not None else inputs.eos_ids[0],
@@ -288,9 +289,16 @@ def assemble(
     if checkpoint and state:
         trainers.run("load", path=str(checkpoint.workers))
         ppo.load_state_dict(state)
+        if config.ledger.record != "off":
+            digests = parts.models.digests()
+            launcher.on_main(lambda: check_restored(run, checkpoint, digests))
     groups = parts.groups
     processes = {name: group.run("facts") for name, group in groups.items()}
     starts = {name: [busy["start"] for busy in group.run(BUSY)] for name, group in groups.items()}
+    launcher.on_main(lambda: check_processes(config, processes))
+    launcher.on_main(
+        lambda: commit(config, run, checkpoint, parts.ledger)
+    )  # until here the run's directory was only read
     launcher.on_main(lambda: record_manifest(config, run, inputs, processes, checked, starts))
     return ppo
 
@@ -322,6 +330,18 @@ def record_manifest(
         starts: seconds that each process took to make its worker, for people to read.
 
     Raises:
+        EnvironmentNotPinned: see `check_processes`.
+    """
+    named = check_processes(config, processes)
+    digests = input_digests(config, roles_needed(config), inputs.train.prompts, inputs.validation.prompts)
+    informative = {"engine_check": checked.as_dict() if checked else None, "start_s": starts}
+    write_manifest(run.manifest, to_dict(config), named, digests, informative, run.id)
+
+
+def check_processes(config: Config, processes: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """What is in force in each process by its name (`trainer/0`), this one (`driver`) included; pinned under full determinism.
+
+    Raises:
         EnvironmentNotPinned: a process does not have what full determinism asked for; names it.
     """
     named = {f"{name}/{i}": found for name, group in processes.items() for i, found in enumerate(group)}
@@ -329,6 +349,4 @@ def record_manifest(
     if config.full_determinism:
         for name, found in named.items():
             check_facts(name, found, config.determinism.threads)
-    digests = input_digests(config, roles_needed(config), inputs.train.prompts, inputs.validation.prompts)
-    informative = {"engine_check": checked.as_dict() if checked else None, "start_s": starts}
-    write_manifest(run.manifest, to_dict(config), named, digests, informative)
+    return named

@@ -399,7 +399,12 @@ class PPO:
         """Write a checkpoint of everything that the next step depends on."""
         group = self.parts.models.group
         write_checkpoint(
-            self.parts.store, self.done, self.state_dict(), lambda path: _save_workers(group, path), self.parts.on_main
+            self.parts.store,
+            self.done,
+            self.state_dict(),
+            lambda path: _save_workers(group, path),
+            self.parts.on_main,
+            size=group.run("saved_bytes")[0],
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -171,8 +171,8 @@ def _evaluate(ready: Session, checkpoint: Checkpoint | None, actor: ActorWeights
     from configs.compose import to_dict
     from determinism.ledger import Ledger
     from trainer.build import record_manifest, start_engines, validation_of
+    from trainer.claim import commit, prepare_directory
     from trainer.record import Record
-    from trainer.run import prepare_directory
     from trainer.tracking import Tracker
 
     config, launcher, run, inputs, stack = ready
@@ -181,13 +181,14 @@ def _evaluate(ready: Session, checkpoint: Checkpoint | None, actor: ActorWeights
     engines = start_engines(config, launcher, run, inputs, stack)
     checked = engines.check(config, inputs)
     processes = {name: group.run("facts") for name, group in engines.groups.items()}
+    ledger = Ledger(run.path, config.ledger.record, is_main=launcher.is_main)
+    launcher.on_main(lambda: commit(config, run, None, ledger))
     launcher.on_main(lambda: record_manifest(config, run, inputs, processes, checked))
     tracker = None
     if launcher.is_main:
         tracker = Tracker(config.tracking, run, f"{config.run.name}-eval", to_dict(config), total_steps=0)
         stack.callback(lambda: tracker.close(failed=sys.exc_info()[0] is not None))
     record = Record(run, tracker, save_episodes=True, log_samples=config.tracking.log_samples)
-    ledger = Ledger(run.path, config.ledger.record, is_main=launcher.is_main)
     if actor is not None:
         engines.rollout.load_weights(actor.tensors, step)
         ledger.add_digest("actor_weights", actor.digest)

@@ -139,7 +139,9 @@ def replay(run: Path, step: int, stop_before: str | None = None, overrides: Sequ
     """
     from configs.compose import from_yaml
     from trainer.checkpoint import CheckpointStore
+    from trainer.claim import run_id
     from trainer.run import start
+    from trainer.run_dir import RunDirectory
 
     if not (run / "config.yaml").exists():
         raise UserError(f"{run} is not a run directory: it has no config.yaml")
@@ -150,8 +152,9 @@ def replay(run: Path, step: int, stop_before: str | None = None, overrides: Sequ
     config = from_yaml(run / "config.yaml")
     target = run / "replays" / f"step_{step:06d}"
     if "RANK" not in os.environ or os.environ["RANK"] == "0":
+        RunDirectory(target).check("auto")  # another replay of the step may be at work there
         shutil.rmtree(target, ignore_errors=True)
-    before = [c for c in CheckpointStore(run / "checkpoints", 0, 0).complete() if c.step < step and c.damage() is None]
+    before = CheckpointStore(run / "checkpoints", 0, 0, run_id(run)).newest_good(step)
     config = replace(
         config,
         run=replace(config.run, dir=str(target), resume="never"),
@@ -164,7 +167,7 @@ def replay(run: Path, step: int, stop_before: str | None = None, overrides: Sequ
         tracking=replace(config.tracking, wandb_mode="disabled"),
     )
     try:
-        ppo = start(config, lambda ppo: _prepare(ppo, expected, step, stop_before), before[-1] if before else None)
+        ppo = start(config, lambda ppo: _prepare(ppo, expected, step, stop_before), before)
     except bdb.BdbQuit:
         print("the replay was ended in the debugger")
         return 0
@@ -173,7 +176,7 @@ def replay(run: Path, step: int, stop_before: str | None = None, overrides: Sequ
         return 1
     ledger = ppo.parts.ledger
     if ppo.parts.record.tracker is not None and isinstance(ledger, CheckedLedger):
-        source = f"from the checkpoint of step {before[-1].step}" if before else "from the start"
+        source = f"from the checkpoint of step {before.step}" if before else "from the start"
         print(f"SAME: replayed to step {step} {source}; {ledger.checked} digests agree")
     return 0
 

@@ -8,7 +8,6 @@ No trainer rank is needed: the shards of any number of ranks are read and put to
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.problems import UserError
+from determinism.files import number_in
 from trainer.checkpoint import COMPLETE, WORKERS, Checkpoint, CheckpointError, CheckpointStore
-from trainer.run_dir import step_of
+from trainer.claim import run_id
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
     path = path.absolute()
     if not (path / "checkpoints").is_dir():
         return _own(path, step)
-    complete = _store(path / "checkpoints").complete()
+    complete = CheckpointStore(path / "checkpoints", 0, 0).all()
     found = [checkpoint for checkpoint in complete if step in (None, checkpoint.step)]
     if not found:
         have = ", ".join(str(checkpoint.step) for checkpoint in complete) or "none"
@@ -66,9 +66,11 @@ def verify(checkpoint: Checkpoint) -> None:
     """Compare every file with its recorded digest.
 
     Raises:
-        CheckpointError: one is damaged; names it, and the next older intact checkpoint.
+        CheckpointError: one is damaged, or they are another run's; names it, and the next older intact checkpoint.
     """
-    _store(checkpoint.path.parent).find(checkpoint.step, choose="--checkpoint of the run and --step {step}")
+    run = run_of(checkpoint)
+    store = CheckpointStore(checkpoint.path.parent, 0, 0, run_id(run) if run else "")
+    store.find(checkpoint.step, choose="--checkpoint of the run and --step {step}")
 
 
 def run_of(checkpoint: Checkpoint) -> Path | None:
@@ -110,17 +112,13 @@ def _own(path: Path, step: int | None) -> Checkpoint:
     """`path` as a checkpoint's directory."""
     if not (path / COMPLETE).is_file():
         raise UserError(f"--checkpoint {path}: {_why_not(path)}")
-    if not re.fullmatch(r"step_\d+", path.name):
+    if number_in(path.name) is None:
         raise UserError(
             f"--checkpoint {path}: a checkpoint's directory is named after its step; call it step_000012 again"
         )
-    if step not in (None, step_of(path)):
+    if step not in (None, number_in(path.name)):
         raise UserError(f"--step {step}: {path} is a single checkpoint; give the run directory to choose a step")
     return Checkpoint(path)
-
-
-def _store(root: Path) -> CheckpointStore:
-    return CheckpointStore(root, keep_last=0, keep_every=0)
 
 
 def _why_not(path: Path) -> str:
@@ -138,23 +136,18 @@ def _why_not(path: Path) -> str:
 
 def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """What was trained of the actor, by parameter name, whole."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from workers.models.shards import ShardsError, read_tensors
 
-    metadata = dcp.FileSystemReader(checkpoint.workers).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
-    }
-    if not state:
-        raise CheckpointError(f"{checkpoint.path} holds no weights of an actor")
     # Not collective: under torchrun every rank reads the whole, since each feeds its own engines.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")  # a single process is what is meant
-        dcp.load(state, checkpoint_id=checkpoint.workers, no_dist=True)
-    return {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+        try:
+            stored = read_tensors(checkpoint.workers, PREFIX)
+        except ShardsError as error:
+            raise CheckpointError(f"checkpoint {checkpoint.path} can't be read: {error}") from error
+    if not stored:
+        raise CheckpointError(f"{checkpoint.path} holds no weights of an actor")
+    return stored
 
 
 def _check_base(checkpoint: Checkpoint, model_path: str | Path) -> None:

@@ -21,6 +21,7 @@ from determinism.digest import module_digests
 from workers.models.policy import BaseOfAdapters, PolicyModel
 from workers.models.sharded_model import ShardedModel
 from workers.models.sharding import rank_mesh
+from workers.models.shards import load_shards, save_shards
 from workers.models.value import ValueModel
 
 ROLES = ("actor", "ref", "critic")
@@ -136,17 +137,27 @@ class TrainerWorker:
         return module_digests(parts)
 
     def save(self, path: str) -> None:
-        """Write trained weights, optimizer states and schedules into the directory `path`, each rank its shards."""
-        import torch.distributed.checkpoint as dcp
+        """Write trained weights, optimizer states and schedules into the directory `path`, each rank its shards.
 
-        dcp.save(self._state(), checkpoint_id=path)
+        Raises:
+            ShardsError: a rank could not write.
+        """
+        save_shards(self._state(), path)
+
+    def saved_bytes(self) -> int:
+        """Bytes that `save` writes on all ranks together, file headers aside. Not collective."""
+        return sum(
+            tensor.numel() * tensor.element_size() for named in self._state().values() for tensor in named.values()
+        )
 
     def load(self, path: str) -> None:
-        """Take over what `save` wrote at any number of ranks."""
-        import torch.distributed.checkpoint as dcp
+        """Take over what `save` wrote at any number of ranks.
 
+        Raises:
+            ShardsError: it lacks a model or a tensor, or can't be read.
+        """
         state = self._state()
-        dcp.load(state, checkpoint_id=path)
+        load_shards(state, path)
         for name, model in self.trained.items():
             model.restore(state[name])
 
