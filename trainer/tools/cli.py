@@ -129,7 +129,10 @@ def _usage(commands: dict[str, Command]) -> str:
 
 
 def _guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Errors that the user can mend come as lines, a worker's failure with the worker's own traceback, the rest as it is."""
+    """Errors that the user can mend come as lines, a worker's failure with the worker's own traceback, the rest as it is.
+
+    A file or checkpoint that could not be written (a full disk) is told as a line too, but the run has failed: exit code 1.
+    """
     from configs.problems import UserError
 
     try:
@@ -139,10 +142,12 @@ def _guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
     except KeyboardInterrupt:
         print("exactrl: interrupted", file=sys.stderr)
         return 130
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
+        from determinism.files import NotWrittenError
+        from trainer.checkpoint import SaveError
         from workers.launch.group import WorkerError
 
-        if not isinstance(error, WorkerError):
+        if not isinstance(error, (WorkerError, SaveError, NotWrittenError)):
             raise
         print(f"exactrl: {error}", file=sys.stderr)
         return 1
