@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from configs.problems import UserError
 from determinism.ledger import Ledger, read_ledger
 from trainer.timing import Timing
+from trainer.tools.trust import add_option, check_trust
 
 if TYPE_CHECKING:
     from trainer.ppo import PPO
@@ -131,11 +132,14 @@ def debug(frame: FrameType) -> None:
         sys.settrace(debugger.trace_dispatch)
 
 
-def replay(run: Path, step: int, stop_before: str | None = None, overrides: Sequence[str] = ()) -> int:
+def replay(run: Path, step: int, stop_before: str | None = None, trust_run: bool = False) -> int:
     """Replay `step` of `run`; exit code 0 when every phase agrees, 1 when one does not.
 
+    Args:
+        trust_run: whether code that the run's configuration names may run.
+
     Raises:
-        UserError: the run or the step is not there.
+        UserError: the run or the step is not there, or its configuration names code and is not trusted.
     """
     from configs.compose import from_yaml
     from trainer.checkpoint import CheckpointStore
@@ -150,6 +154,7 @@ def replay(run: Path, step: int, stop_before: str | None = None, overrides: Sequ
         known = f"{min(expected)} to {max(expected)}" if expected else "none"
         raise UserError(f"--step {step}: the ledger of {run} has no such step (recorded: {known})")
     config = from_yaml(run / "config.yaml")
+    check_trust(config, run, trust_run)
     target = run / "replays" / f"step_{step:06d}"
     if "RANK" not in os.environ or os.environ["RANK"] == "0":
         RunDirectory(target).check("auto")  # another replay of the step may be at work there
@@ -208,6 +213,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--step", type=int, required=True, metavar="K", help="the step to run again")
     parser.add_argument("--stop-before", metavar="PHASE", help="open the debugger before this phase of step K")
+    add_option(parser)
     return parser
 
 
@@ -217,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     phase = ALIASES.get(args.stop_before, args.stop_before)
     if phase is not None and phase not in PHASES:
         raise UserError(f"--stop-before {args.stop_before}: known phases are {', '.join([*PHASES, *ALIASES])}")
-    return replay(args.run, args.step, phase)
+    return replay(args.run, args.step, phase, args.trust_run)
 
 
 if __name__ == "__main__":

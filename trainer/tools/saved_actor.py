@@ -40,11 +40,12 @@ class ActorWeights:
     """Of what was trained: the ledger's `actor_weights` of that step."""
 
 
-def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
+def find_checkpoint(path: Path, step: int | None = None, option: str = "--checkpoint ") -> Checkpoint:
     """The checkpoint that `path` means; complete, its contents not verified yet.
 
     Args:
         path: a run directory (its newest complete checkpoint, or that of `step`), or a checkpoint's own directory.
+        option: what stands before the path on the command line, for messages.
 
     Raises:
         UserError: `path` is neither, or is a checkpoint of another step than `step`.
@@ -52,7 +53,7 @@ def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
     """
     path = path.absolute()
     if not (path / "checkpoints").is_dir():
-        return _own(path, step)
+        return _own(path, step, option)
     complete = CheckpointStore(path / "checkpoints", 0, 0).all()
     found = [checkpoint for checkpoint in complete if step in (None, checkpoint.step)]
     if not found:
@@ -92,11 +93,9 @@ def actor_weights(checkpoint: Checkpoint, model_path: str | Path, lora: LoraConf
     from determinism.digest import module_digest
     from rollout.weights import check_weights, checkpoint_shapes
 
-    stored = _read(checkpoint)
+    stored = trained_tensors(checkpoint, model_path)
     digest = module_digest(stored.items())
     adapters = any(".lora_A." in name for name in stored)
-    if adapters:
-        _check_base(checkpoint, model_path)
     try:
         shapes = checkpoint_shapes(model_path)
         tensors = stored
@@ -108,14 +107,24 @@ def actor_weights(checkpoint: Checkpoint, model_path: str | Path, lora: LoraConf
     return ActorWeights(tensors, digest)
 
 
-def _own(path: Path, step: int | None) -> Checkpoint:
+def trained_tensors(checkpoint: Checkpoint, model_path: str | Path) -> dict[str, Tensor]:
+    """What was trained of the actor as it is stored: whole weights, or adapters alone.
+
+    Raises:
+        CheckpointError: it can't be read, or holds adapters of a model with other contents than `model_path`.
+    """
+    stored = _read(checkpoint)
+    if any(".lora_A." in name for name in stored):
+        _check_base(checkpoint, model_path)
+    return stored
+
+
+def _own(path: Path, step: int | None, option: str) -> Checkpoint:
     """`path` as a checkpoint's directory."""
     if not (path / COMPLETE).is_file():
-        raise UserError(f"--checkpoint {path}: {_why_not(path)}")
+        raise UserError(f"{option}{path}: {_why_not(path)}")
     if number_in(path.name) is None:
-        raise UserError(
-            f"--checkpoint {path}: a checkpoint's directory is named after its step; call it step_000012 again"
-        )
+        raise UserError(f"{option}{path}: a checkpoint's directory is named after its step; call it step_000012 again")
     if step not in (None, number_in(path.name)):
         raise UserError(f"--step {step}: {path} is a single checkpoint; give the run directory to choose a step")
     return Checkpoint(path)

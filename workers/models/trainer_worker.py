@@ -172,7 +172,7 @@ class TrainerWorker:
         weights = self._whole(model)
         if weights is not None:
             source = Path(self.config.critic.path if role == "critic" else self.config.model.path)
-            _write_hf(Path(path), source, model.hf_config, weights, self.config, classifier=role == "critic")
+            write_hf(Path(path), source, model.hf_config, weights, self.config, classifier=role == "critic")
         dist.barrier()
 
     def facts(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def rank_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
-def _write_hf(
+def write_hf(
     path: Path, source: Path, hf_config: Any, weights: dict[str, Tensor], config: Config, classifier: bool
 ) -> None:
     """Weights, config, generation config and tokenizer, loadable with `from_pretrained`."""
