@@ -56,8 +56,8 @@ class Comparison:
     """Differing manifest fields. They explain, they do not decide: equal bits from differing settings are the point."""
     divergence: Divergence | None = None
     """None: the same bits everywhere."""
-    grid: Mapping[int, Mapping[str, bool]] = field(default_factory=dict)
-    """step -> phase -> equal; every step and phase that either run has."""
+    grid: Mapping[int, Mapping[str, bool | None]] = field(default_factory=dict)
+    """step -> phase -> equal, or None where only one run has it; every step and phase that either run has."""
 
     @property
     def same(self) -> bool:
@@ -84,13 +84,13 @@ def compare_runs(a: Run, b: Run) -> Comparison:
             f"{a.name} has {_steps(left)} and {b.name} has {_steps(right)}: none in common, and bits are compared step by step "
             "(an evaluation has the step of its checkpoint, or 0)"
         )
-    grid: dict[int, dict[str, bool]] = {}
+    grid: dict[int, dict[str, bool | None]] = {}
     divergence = None
     for step in sorted(left.keys() | right.keys()):
         one, two = left.get(step, {}), right.get(step, {})
         grid[step] = {}
         for phase in [*one, *(name for name in two if name not in one)]:
-            equal = phase in one and phase in two and _equal(one[phase], two[phase])
+            equal = _equal(one[phase], two[phase]) if phase in one and phase in two else None
             grid[step][phase] = equal
             if not equal and divergence is None:
                 divergence = Divergence(

@@ -6,17 +6,28 @@
 
 Two runs did the same exactly when their ledgers are equal; where they part, the first unequal phase says what to look at.
 A step's line is one write, made durable before `commit` returns, and its raw files are in place before the line is: a kill at any
-moment leaves whole lines and at most one torn one at the end, which has no newline and is cut when the ledger is opened again.
+moment leaves whole lines and at most one torn one at the end, which has no newline and is cut when the next line is written.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from determinism.files import (
+    DamagedLineError,
+    append_json_line,
+    cut,
+    json_lines,
+    move_file,
+    move_lines,
+    number_in,
+    numbered,
+    write_atomically,
+)
 
 if TYPE_CHECKING:  # reading a ledger needs no torch, so comparing runs starts at once
     from torch import Tensor
@@ -25,6 +36,8 @@ LEDGER_VERSION = 2
 """Format of a line and meaning of its digests."""
 
 RECORD_MODES = ("off", "digest", "full")
+RAW_SUFFIXES = (".safetensors", ".json")
+"""Of the raw files of a step."""
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -46,7 +59,7 @@ class Ledger:
     """Collects the digests of a step and appends them as one line.
 
     Args:
-        run_dir: the run directory; `ledger.jsonl` is continued when it exists (a torn last line is cut).
+        run_dir: the run directory; `ledger.jsonl` is continued when it exists.
         record: `off` (every call does nothing), `digest`, or `full` (raw values too).
 
     Raises:
@@ -126,7 +139,7 @@ class Ledger:
 
         Raises:
             LedgerError: `step` is not after the newest line (a resumed run calls `truncate_after` first).
-            OSError: the disk is full or the file may not grow; the ledger is as before.
+            NotWrittenError: the disk is full or the file may not grow; the ledger is as before.
         """
         if not self.active:
             return
@@ -137,13 +150,16 @@ class Ledger:
             )
         if self.record == "full":
             self._write_raw(step)
-        line = json.dumps({"version": LEDGER_VERSION, "step": step, "phases": self._phases}) + "\n"
-        _append(self._path, line.encode("utf-8"))
+        append_json_line(self._path, {"version": LEDGER_VERSION, "step": step, "phases": self._phases})
         self.last_step = step
         self._clear()
 
-    def truncate_after(self, step: int) -> None:
-        """Forget every step after `step`, raw files and what was added but not committed included; for resuming."""
+    def truncate_after(self, step: int, aside: Path | None = None) -> None:
+        """Forget every step after `step`, raw files and what was added but not committed included; for resuming.
+
+        Args:
+            aside: directory that gets what is cut (`ledger.jsonl` and `ledger/`); it is made when there is something. None removes it.
+        """
         if not self.active:
             return
         keep = 0
@@ -151,9 +167,14 @@ class Ledger:
         for record, end in _lines(self._path):
             if record.step <= step:
                 keep, self.last_step = end, record.step
-        _cut(self._path, keep)
-        for path in sorted((self.run_dir / "ledger").glob("step_*")):
-            if int(path.name.split(".")[0].removeprefix("step_")) > step:
+        raw = [path for path in sorted(self._raw.glob("step_*")) if _is_after(path, step)]
+        if aside is not None:
+            move_lines(self._path, keep, aside / self._path.name)
+            for path in raw:
+                move_file(path, aside / self._raw.name / path.name)
+        else:
+            cut(self._path, keep)
+            for path in raw:
                 path.unlink()
         self._clear()
 
@@ -161,12 +182,14 @@ class Ledger:
     def _path(self) -> Path:
         return self.run_dir / "ledger.jsonl"
 
+    @property
+    def _raw(self) -> Path:
+        return self.run_dir / "ledger"
+
     def _open(self) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        end = 0
-        for record, end in _lines(self._path):  # noqa: B007  (the last end is what is kept)
+        for record, _ in _lines(self._path):
             self.last_step = record.step
-        _cut(self._path, end)
 
     def _clear(self) -> None:
         self._phases, self._tensors, self._values, self._rows = {}, {}, {}, []
@@ -180,11 +203,10 @@ class Ledger:
     def _write_raw(self, step: int) -> None:
         from safetensors.torch import save
 
-        directory = self.run_dir / "ledger"
-        directory.mkdir(exist_ok=True)
-        _replace(directory / f"step_{step:06d}.safetensors", save(self._tensors))
+        self._raw.mkdir(exist_ok=True)
+        write_atomically(self._raw / numbered(step, suffix=RAW_SUFFIXES[0]), save(self._tensors))
         text = json.dumps({"rows": self._rows, "values": self._values})
-        _replace(directory / f"step_{step:06d}.json", text.encode("utf-8"))
+        write_atomically(self._raw / numbered(step, suffix=RAW_SUFFIXES[1]), text)
 
 
 def read_ledger(run_dir: str | Path) -> list[StepRecord]:
@@ -198,79 +220,40 @@ def read_ledger(run_dir: str | Path) -> list[StepRecord]:
 
 def _lines(path: Path) -> Iterator[tuple[StepRecord, int]]:
     """Each whole line's record and the byte offset after it."""
-    if not path.exists():
-        return
-    end, before = 0, None
-    for number, line in enumerate(
-        path.read_bytes().split(b"\n")[:-1], start=1
-    ):  # the last piece has no newline: torn or empty
+    before = None
+    try:
+        lines = json_lines(path)
+    except DamagedLineError as error:
+        raise LedgerError(str(error)) from error
+    for line in lines:
         try:
-            data = json.loads(line)
-            version, record = data["version"], StepRecord(data["step"], data["phases"])
-        except (ValueError, KeyError, TypeError) as error:
+            version, record = line.record["version"], StepRecord(line.record["step"], line.record["phases"])
+            _check_types(record)
+        except (KeyError, TypeError) as error:
             raise LedgerError(
-                f"{path}, line {number}: not a ledger record ({error}); the file was edited or damaged"
+                f"{path}, line {line.number}: not a ledger record ({error}); the file was edited or damaged"
             ) from error
         if version != LEDGER_VERSION:
-            raise LedgerError(f"{path}, line {number}: version {version}; this code reads version {LEDGER_VERSION}")
+            raise LedgerError(
+                f"{path}, line {line.number}: version {version}; this code reads version {LEDGER_VERSION}"
+            )
         if before is not None and record.step <= before:
             raise LedgerError(
-                f"{path}, line {number}: step {record.step} follows step {before}; two runs wrote into one ledger"
+                f"{path}, line {line.number}: step {record.step} follows step {before}; two runs wrote into one ledger"
             )
         before = record.step
-        end += len(line) + 1
-        yield record, end
+        yield record, line.end
 
 
-def _append(path: Path, data: bytes) -> None:
-    """One write of the whole line, then fsync; a short write is undone and raised."""
-    new = not path.exists()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        before = os.fstat(descriptor).st_size
-        try:
-            written = os.write(descriptor, data)
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}: the ledger line could not be written", str(path)) from error
-        if written != len(data):
-            os.ftruncate(descriptor, before)
-            raise OSError(f"{path}: only {written} of {len(data)} bytes of a ledger line could be written (disk full?)")
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    if new:
-        _sync_directory(path.parent)
+def _is_after(path: Path, step: int) -> bool:
+    """Whether a raw file belongs to a later step; files that people put there do not."""
+    found = number_in(path.name, suffixes=RAW_SUFFIXES)
+    return found is not None and found > step
 
 
-def _cut(path: Path, size: int) -> None:
-    """Shorten a file; steps only grow, so forgetting later ones is a cut, which a kill can't leave half done."""
-    if not path.exists() or path.stat().st_size == size:
-        return
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        os.ftruncate(descriptor, size)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file so that a kill leaves the old one or the new one, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _check_types(record: StepRecord) -> None:
+    if type(record.step) is not int or not isinstance(record.phases, dict):
+        raise TypeError("step must be an integer and phases an object")
 
 
 def _as_tensor(value: Any) -> Tensor | None:

@@ -1,6 +1,7 @@
 """`manifest.json`: under which circumstances a run computed, so that two runs which differ can first be told apart by them.
 
 version      of this format
+run_id       a random name, made once at the run's start and kept by every resume; it binds checkpoints to their run
 code         digest of the packages' files; git commit when they are in a repository
 config       the resolved configuration, without where the run lives and who watches it; and its digest
 inputs       digests of data and models, from the caller
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from determinism.files import write_atomically
 from determinism.seeds import SEED_VERSION
 
 MANIFEST_VERSION = 1
@@ -35,6 +36,10 @@ UNCOMPARED_GROUPS = ("run", "tracking")
 _ROOT = Path(__file__).resolve().parent.parent
 
 
+UNCOMPARED_FIELDS = ("informative", "run_id")
+"""Fields of a manifest that differ between any two runs."""
+
+
 class ManifestError(ValueError):
     """A manifest can't be read."""
 
@@ -45,6 +50,7 @@ def write_manifest(
     processes: Mapping[str, Mapping[str, Any]],
     data: Mapping[str, Any] | None = None,
     informative: Mapping[str, Any] | None = None,
+    run_id: str = "",
 ) -> None:
     """Write a manifest; a kill leaves the old file or the new one.
 
@@ -54,12 +60,14 @@ def write_manifest(
         processes: process name (`trainer/0`, `rollout/1`) -> its own `facts()`.
         data: what the run reads, by digest: `{"data/train": ..., "model/actor": ...}`.
         informative: more for people to read; never compared.
+        run_id: which run this is; never compared.
     """
     from determinism.digest import DIGEST_VERSION, digest_value
 
     compared = {name: value for name, value in config.items() if name not in UNCOMPARED_GROUPS}
     manifest = {
         "version": MANIFEST_VERSION,
+        "run_id": run_id,
         "formats": {"seeds": SEED_VERSION, "digests": DIGEST_VERSION},
         "code": {"digest": code_digest(), **git_state()},
         "config": compared,
@@ -73,18 +81,11 @@ def write_manifest(
             **(informative or {}),
         },
     }
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_atomically(Path(path), json.dumps(manifest, indent=2) + "\n")
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """The manifest as written; drop `informative` before comparing.
+    """The manifest as written; drop `UNCOMPARED_FIELDS` before comparing.
 
     Raises:
         ManifestError: not a manifest of this version.
@@ -93,7 +94,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     try:
         manifest = json.loads(Path(path).read_text(encoding="utf-8"))
         version = manifest["version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, IsADirectoryError) as error:
         raise ManifestError(f"{path} is not a manifest: {error}") from error
     if version != MANIFEST_VERSION:
         raise ManifestError(f"{path} is a manifest of version {version}; this code reads version {MANIFEST_VERSION}")

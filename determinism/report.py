@@ -90,15 +90,16 @@ def _comparison(comparison: Comparison) -> str:
 
 
 def _grid(comparison: Comparison) -> str:
-    """Phases down, steps across; green equal, red unequal, grey not recorded at this step."""
+    """Phases down, steps across; green equal, red unequal, grey recorded in one run or in none."""
     phases = list(dict.fromkeys(phase for row in comparison.grid.values() for phase in row))
     head = "".join(f"<th>{step if step % 5 == 0 else ''}</th>" for step in comparison.grid)
     rows = []
     for phase in phases:
         cells = []
         for step, row in comparison.grid.items():
-            kind = "m" if phase not in row else "e" if row[phase] else "d"
-            cells.append(f'<td class="{kind}" title="step {step}, {html.escape(phase)}"></td>')
+            kind = {None: "m", True: "e", False: "d"}[row.get(phase)]
+            only = ", in one run only" if phase in row and row[phase] is None else ""
+            cells.append(f'<td class="{kind}" title="step {step}, {html.escape(phase)}{only}"></td>')
         rows.append(f"<tr><th>{html.escape(phase)}</th>{''.join(cells)}</tr>")
     return f'<table class="grid"><tr><th></th>{head}</tr>{"".join(rows)}</table>'
 

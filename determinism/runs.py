@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from determinism.ledger import StepRecord, read_ledger
+from determinism.files import DamagedLineError, json_lines
+from determinism.ledger import LedgerError, StepRecord, read_ledger
+from determinism.manifest import UNCOMPARED_FIELDS
 
 # Wall time and what is derived from it differ between equal runs; they are never compared.
 UNCOMPARED_PREFIXES = ("timing_s/", "perf/", "_")
@@ -55,7 +57,10 @@ def load_run(source: str) -> Run:
             return _from_directory(source, path)
         logs = sorted(path.glob("*.wandb"))
         if logs:
-            return Run(source, None, metrics=_metrics_of(_offline_rows(logs[0])))
+            try:
+                return Run(source, None, metrics=_metrics_of(_offline_rows(logs[0])))
+            except Exception as error:  # what a parser makes of damaged bytes can be anything
+                raise NotComparableError(f"{logs[0]} can't be read: {type(error).__name__}: {error}") from error
         raise NotComparableError(
             f"{source}: neither ledger.jsonl nor metrics.jsonl nor a .wandb file is in this directory"
         )
@@ -65,18 +70,32 @@ def load_run(source: str) -> Run:
 
 
 def _from_directory(source: str, path: Path) -> Run:
-    manifest: dict[str, Any] = {}
-    if (path / "manifest.json").exists():
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        manifest.pop("informative", None)
-    rows = []
-    if (path / "metrics.jsonl").exists():
-        for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue  # torn by a kill while it was written
-    return Run(source, path, manifest, tuple(read_ledger(path)), _metrics_of(iter(rows)))
+    try:
+        compared = _compared_manifest(path / "manifest.json")
+        metrics = _metrics_of(line.record for line in json_lines(path / "metrics.jsonl"))
+        ledger = tuple(read_ledger(path))
+    except (NotComparableError, LedgerError, DamagedLineError) as error:
+        raise NotComparableError(f"{source} is damaged: {error}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise NotComparableError(f"{source} can't be read: {error}") from error
+    if not ledger and metrics and (path / "ledger.jsonl").exists():
+        raise NotComparableError(
+            f"{path / 'ledger.jsonl'} is damaged: it holds no step, and metrics.jsonl holds {len(metrics)}"
+        )
+    return Run(source, path, compared, ledger, metrics)
+
+
+def _compared_manifest(path: Path) -> dict[str, Any]:
+    """What is compared of a manifest, of any version; empty when there is none."""
+    if not path.exists():
+        return {}
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NotComparableError(f"{path} is damaged: {error}") from error
+    if not isinstance(manifest, dict):
+        raise NotComparableError(f"{path} is damaged: it is not a JSON object")
+    return {name: value for name, value in manifest.items() if name not in UNCOMPARED_FIELDS}
 
 
 def _metrics_of(rows: Iterator[Mapping[str, Any]]) -> dict[int, dict[str, float]]:

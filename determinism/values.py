@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from determinism.files import numbered
+from determinism.ledger import RAW_SUFFIXES
+from determinism.runs import NotComparableError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -98,15 +102,22 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _load(run: Path, step: int, phase: str) -> dict[str, Tensor]:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    path = run / "ledger" / f"step_{step:06d}.safetensors"
+    path = run / "ledger" / numbered(step, suffix=RAW_SUFFIXES[0])
     if not path.exists():
         return {}
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys() if name == phase or name.startswith(phase + "/")}  # noqa: SIM118
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name == phase or name.startswith(phase + "/")]  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise NotComparableError(f"{path} can't be read: {error}") from error
 
 
 def _rows(run: Path, step: int) -> list[list[Any]]:
-    path = run / "ledger" / f"step_{step:06d}.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("rows", []) if path.exists() else []
+    path = run / "ledger" / numbered(step, suffix=RAW_SUFFIXES[1])
+    try:
+        return list(json.loads(path.read_text(encoding="utf-8"))["rows"]) if path.exists() else []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NotComparableError(f"{path} can't be read: {error}") from error

@@ -27,6 +27,7 @@ from rollout.episodes import Rollout
 from rollout.sampling import find_eos_token_ids, seeds_are_derived
 from trainer.algorithms.kl import controller
 from trainer.checkpoint import Checkpoint, CheckpointStore
+from trainer.claim import check_restored, commit
 from trainer.data.prompts import load_tokenizer
 from trainer.data.sampler import PromptData, PromptSampler
 from trainer.data.templates import fix_date
@@ -295,7 +296,7 @@ def assemble(
         validation=validation_of(config, engines, inputs),
         ledger=Ledger(run.path, config.ledger.record),
         record=Record(run, tracker, config.tracking.save_episodes, config.tracking.log_samples),
-        store=CheckpointStore(run.checkpoints, config.trainer.keep_last, config.trainer.keep_every),
+        store=CheckpointStore(run.checkpoints, config.trainer.keep_last, config.trainer.keep_every, run.id),
         kl=controller(config.algorithm.kl),
         pad_id=inputs.tokenizer.pad_token_id if inputs.tokenizer.pad_token_id is not None else inputs.eos_ids[0],
         eos_ids=inputs.eos_ids,
@@ -306,7 +307,11 @@ def assemble(
     if checkpoint and state:
         parts.models.load(checkpoint.workers)
         ppo.load_state_dict(state)
-    record_manifest(config, run, inputs, parts.groups, checked)
+        if config.ledger.record != "off":
+            check_restored(run, checkpoint, parts.models.digests())
+    processes = check_processes(config, parts.groups)
+    commit(config, run, checkpoint, parts.ledger)  # until here the run's directory was only read
+    record_manifest(config, run, inputs, parts.groups, processes, checked)
     return ppo
 
 
@@ -327,13 +332,28 @@ def record_manifest(
     run: RunDirectory,
     inputs: Inputs,
     groups: Mapping[str, WorkerGroup],
+    processes: Mapping[str, Mapping[str, Any]],
     checked: EngineCheck | None,
 ) -> None:
-    """Write what is in force in each process, as read back there; under full determinism also insist on it.
+    """Write the run's manifest.
 
     Args:
         groups: every worker group by name.
+        processes: see `check_processes`.
         checked: the engine check at start, for people to read; None when there was none.
+    """
+    digests = input_digests(config, roles_needed(config), inputs.train.prompts, inputs.validation.prompts)
+    # For people to read: how long each process took to make its worker, and on which machine it is.
+    informative = {
+        "engine_check": checked.as_dict() if checked else None,
+        "start_s": {name: group.start_s for name, group in groups.items()},
+        "hosts": {name: group.hosts for name, group in groups.items()},
+    }
+    write_manifest(run.manifest, to_dict(config), processes, digests, informative, run.id)
+
+
+def check_processes(config: Config, groups: Mapping[str, WorkerGroup]) -> dict[str, dict[str, Any]]:
+    """What is in force in each process by its name (`trainer/0`), this one (`driver`) included; pinned under full determinism.
 
     Raises:
         EnvironmentNotPinned: a process does not have what full determinism asked for; names it.
@@ -343,11 +363,4 @@ def record_manifest(
     if config.full_determinism:
         for name, found in named.items():
             check_facts(name, found, config.determinism.threads)
-    digests = input_digests(config, roles_needed(config), inputs.train.prompts, inputs.validation.prompts)
-    # For people to read: how long each process took to make its worker, and on which machine it is.
-    informative = {
-        "engine_check": checked.as_dict() if checked else None,
-        "start_s": {name: group.start_s for name, group in groups.items()},
-        "hosts": {name: group.hosts for name, group in groups.items()},
-    }
-    write_manifest(run.manifest, to_dict(config), named, digests, informative)
+    return named

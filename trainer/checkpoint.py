@@ -2,18 +2,21 @@
 
     checkpoints/step_000012.tmp/          being written (ignored and removed at the next save)
     checkpoints/step_000012/workers/      sharded weights and optimizers (torch.distributed.checkpoint)
-                            state.json    the loop's own state: sampler, KL controller, counters
+                            state.json    the loop's own state: sampler, KL controller, counters; the run's id
                             digests.json  a SHA-256 for each file above
                             COMPLETE      the SHA-256 of digests.json; written last
 
-An old checkpoint is removed only after a newer complete one is in place, so there is never a moment without one.
+An old checkpoint is removed only after a newer complete one is in place, so there is never a moment without one. Directories
+with other names (`step_000012_best`, `step_000012.bak`) are people's: they are neither read nor removed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,28 +24,42 @@ from pathlib import Path
 from typing import Any
 
 from configs.problems import UserError
-from trainer.run_dir import step_of
+from determinism.files import number_in, numbered, sync_directory, write_atomically
+
+logger = logging.getLogger(__name__)
 
 COMPLETE = "COMPLETE"
 DIGESTS = "digests.json"
 STATE = "state.json"
 WORKERS = "workers"
+TEMPORARY = ".tmp"
+REMOVED = ".removed.tmp"
+"""Suffixes of a checkpoint that is being written, and of one that is being removed."""
+FULL = ("No space left on device", "Disk quota exceeded")
+"""How the system says that nothing more fits."""
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint is damaged or missing; the message names the file and the way out."""
+    """A checkpoint is damaged, missing or another run's; the message names the file and the way out."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; the message says why, and which older one there is."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
+    """A checkpoint on disk."""
 
     path: Path
 
     @property
     def step(self) -> int:
-        """Last training step it contains."""
-        return step_of(self.path)
+        """Last training step it contains, by its name."""
+        step = number_in(self.path.name)
+        if step is None:
+            raise CheckpointError(f"{self.path} is not named after its step; call it {numbered(12)} again")
+        return step
 
     @property
     def workers(self) -> Path:
@@ -54,14 +71,50 @@ class Checkpoint:
         return json.loads((self.path / STATE).read_text(encoding="utf-8"))
 
     def damage(self) -> str | None:
-        """The first file whose bytes are not those that were written, or None."""
-        digests = (self.path / DIGESTS).read_bytes()
-        if hashlib.sha256(digests).hexdigest() != (self.path / COMPLETE).read_text().strip():
-            return DIGESTS
-        for name, expected in json.loads(digests).items():
-            file = self.path / name
-            if not file.exists() or _sha256(file) != expected:
-                return name
+        """What is wrong with its files, beginning with the name of the first one; None when they are those that were written.
+
+        Never raises: whatever can't be read is damage.
+        """
+        try:
+            recorded = (self.path / COMPLETE).read_bytes().strip()
+        except OSError as error:
+            return _unreadable(COMPLETE, error)
+        if not re.fullmatch(rb"[0-9a-f]{64}", recorded):
+            return f"{COMPLETE} does not hold a digest"
+        try:
+            data = (self.path / DIGESTS).read_bytes()
+        except OSError as error:
+            return _unreadable(DIGESTS, error)
+        digests = _digests(data)
+        if digests is None:
+            return f"{DIGESTS} does not have its recorded digest"
+        listed = hashlib.sha256(data).hexdigest().encode() == recorded
+        for name, expected in digests.items():
+            wrong = _file_damage(self.path / name, name, expected)
+            if wrong is not None:
+                return wrong if listed else f"{DIGESTS} does not have its recorded digest"
+        # Every file is as the list says, so the list is right, and what is wrong is the note about it.
+        return None if listed else f"{COMPLETE} does not hold the digest of {DIGESTS}"
+
+    def foreign(self, run_id: str) -> str | None:
+        """Why intact files are not this run's checkpoint of this step; None when they are.
+
+        Args:
+            run_id: the run's; empty when it is not known.
+        """
+        try:
+            state = self.state()
+        except (OSError, ValueError) as error:
+            return _unreadable(STATE, error)
+        if state.get("step", self.step) != self.step:
+            return f"{STATE} says that it is the checkpoint of step {state['step']}, so the directory was renamed"
+        found = state.get("run_id")
+        if run_id and found is None:
+            logger.warning("checkpoint %s does not say which run it is of (an older version wrote it)", self.path)
+        elif run_id and found != run_id:
+            return (
+                f"{STATE} says that it is of the run with the id {found}, and this run's id is {run_id} (manifest.json)"
+            )
         return None
 
 
@@ -72,27 +125,39 @@ class CheckpointStore:
         root: the run's `checkpoints/`.
         keep_last: newest checkpoints kept; 0 keeps all.
         keep_every: checkpoints at multiples of this step are kept for good; 0 for none.
+        run_id: the run's; written into every checkpoint, and asked of every checkpoint that is read. Empty: neither.
     """
 
-    def __init__(self, root: Path, keep_last: int, keep_every: int) -> None:
+    def __init__(self, root: Path, keep_last: int, keep_every: int, run_id: str = "") -> None:
         self.root = root
         self.keep_last = keep_last
         self.keep_every = keep_every
+        self.run_id = run_id
 
-    def complete(self) -> list[Checkpoint]:
-        """Complete checkpoints, oldest first; contents are not verified here."""
-        found = [
-            Checkpoint(path)
-            for path in self.root.glob("step_*")
-            if path.suffix != ".tmp" and (path / COMPLETE).exists()
-        ]
+    def all(self) -> list[Checkpoint]:
+        """Everything that has a checkpoint's name, oldest first; contents are not verified here.
+
+        Saves that were cut short have another name, and checkpoints lose theirs before they are removed.
+        """
+        found = [Checkpoint(path) for path in self.root.glob("step_*") if number_in(path.name) is not None]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
-    def begin(self, step: int) -> Path:
-        """A fresh directory aside, into which the workers write; leftovers of killed saves are removed."""
-        for left in self.root.glob("*.tmp"):
-            shutil.rmtree(left, ignore_errors=True)
-        path = self.root / f"step_{step:06d}.tmp"
+    def begin(self, step: int, size: int = 0) -> Path:
+        """A fresh directory aside, into which the workers write; leftovers of killed saves are removed.
+
+        Args:
+            size: bytes that the workers will write.
+
+        Raises:
+            SaveError: there is less room than that.
+        """
+        for left in self.root.glob("step_*"):
+            if number_in(left.name, suffixes=(TEMPORARY, REMOVED)) is not None:
+                _remove(left)
+        free = shutil.disk_usage(self.root).free if self.root.exists() else size
+        if free < size:
+            raise SaveError(self._not_saved(step, _no_space(self.root, size, free)))
+        path = self.root / numbered(step, suffix=TEMPORARY)
         (path / WORKERS).mkdir(parents=True)
         return path
 
@@ -102,64 +167,80 @@ class CheckpointStore:
         Raises:
             OSError: the disk is full or refuses; the older checkpoints are untouched.
         """
-        _write(temporary / STATE, json.dumps(state, indent=1).encode())
+        state = {"run_id": self.run_id, **state} if self.run_id else state
+        write_atomically(temporary / STATE, json.dumps(state, indent=1))
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        digests = {str(path.relative_to(temporary)): _sha256(path) for path in files}
-        data = json.dumps(digests, indent=1).encode()
-        _write(temporary / DIGESTS, data)
-        _write(temporary / COMPLETE, hashlib.sha256(data).hexdigest().encode())
+        data = _as_json({path.relative_to(temporary).as_posix(): _sha256(path) for path in files})
+        write_atomically(temporary / DIGESTS, data)
+        write_atomically(temporary / COMPLETE, hashlib.sha256(data).hexdigest())
         for path in [*files, *sorted(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
-            _fsync(path)
+            sync_directory(path)
         final = temporary.with_suffix("")
-        if final.exists():  # the same step saved by the run that this one resumed; the new bytes replace it whole
-            shutil.rmtree(final)
+        if final.exists():  # the same step saved again; the new bytes replace it whole
+            _remove(final)
         os.rename(temporary, final)
-        _fsync(self.root)
+        sync_directory(self.root)
         self._prune()
         return Checkpoint(final)
 
     def find(self, step: int | None = None, choose: str = "run.resume={step}") -> Checkpoint | None:
-        """The newest complete checkpoint, or the one of `step`; verified.
+        """The newest checkpoint, or the one of `step`; verified. None when there is none at all.
 
         Args:
             choose: how the caller's user asks for another step; for the message.
 
         Raises:
-            CheckpointError: it is damaged (the file is named, and the next older complete one), or `step` has none.
+            CheckpointError: it is damaged or another run's (the file is named, and the next older good one), or `step` has none.
         """
-        candidates = [c for c in self.complete() if step is None or c.step == step]
+        everything = self.all()
+        candidates = [c for c in everything if step is None or c.step == step]
         if not candidates:
             if step is None:
                 return None
-            have = ", ".join(str(c.step) for c in self.complete()) or "none"
+            have = ", ".join(str(c.step) for c in everything) or "none"
             raise CheckpointError(f"no complete checkpoint of step {step} in {self.root} (there are: {have})")
         newest = candidates[-1]
-        damaged = newest.damage()
-        if damaged is None:
+        wrong = self._wrong(newest)
+        if wrong is None:
             return newest
-        older = [c for c in self.complete() if c.step < newest.step and c.damage() is None]
+        older = next((c for c in reversed(everything) if c.step < newest.step and self._wrong(c) is None), None)
         way_out = (
-            f"The next older intact one is step {older[-1].step}: take it with {choose.format(step=older[-1].step)}."
+            f"The next older intact one is step {older.step}: take it with {choose.format(step=older.step)}."
             if older
             else "There is no older intact one."
         )
-        raise CheckpointError(
-            f"checkpoint {newest.path} is damaged: {damaged} does not have its recorded digest. {way_out}"
-        )
+        raise CheckpointError(f"checkpoint {newest.path} {wrong}. {way_out}")
 
-    def remove_after(self, step: int) -> None:
-        """Drop checkpoints newer than `step` (a resume from an older one makes them another history)."""
-        for checkpoint in self.complete():
-            if checkpoint.step > step:
-                shutil.rmtree(checkpoint.path)
+    def newest_good(self, before: int) -> Checkpoint | None:
+        """The newest intact checkpoint of this run from before a step."""
+        return next((c for c in reversed(self.all()) if c.step < before and self._wrong(c) is None), None)
+
+    def failed(self, temporary: Path, size: int, error: Exception) -> SaveError:
+        """What made the save into `temporary` fail, for people; the half-written directory is still there."""
+        step = number_in(temporary.name, suffixes=(TEMPORARY,)) or 0
+        free = shutil.disk_usage(self.root).free
+        if free + size_of(temporary) < size or any(text in str(error) for text in FULL):
+            return SaveError(self._not_saved(step, _no_space(self.root, size, free + size_of(temporary))))
+        return SaveError(self._not_saved(step, str(error)))
+
+    def _not_saved(self, step: int, why: str) -> str:
+        older = self.all()
+        left = f"the checkpoint of step {older[-1].step} is intact" if older else "there is no older one"
+        return f"the checkpoint of step {step} could not be saved: {why}; {left}"
+
+    def _wrong(self, checkpoint: Checkpoint) -> str | None:
+        damage = checkpoint.damage()
+        if damage is not None:
+            return f"is damaged: {damage}"
+        foreign = checkpoint.foreign(self.run_id)
+        return None if foreign is None else f"is not this run's: {foreign}"
 
     def _prune(self) -> None:
         if self.keep_last <= 0:
             return
-        for checkpoint in self.complete()[: -self.keep_last]:
+        for checkpoint in self.all()[: -self.keep_last]:
             if not (self.keep_every and checkpoint.step % self.keep_every == 0):
-                (checkpoint.path / COMPLETE).unlink()  # a kill in the middle of rmtree must not leave half a checkpoint
-                shutil.rmtree(checkpoint.path)
+                _remove(checkpoint.path)
 
 
 def write_checkpoint(
@@ -167,37 +248,91 @@ def write_checkpoint(
     step: int,
     state: dict[str, Any],
     save_workers: Callable[[Path], None],
+    size: int = 0,
 ) -> None:
     """Save one step: every worker writes its shard between the opening and the sealing.
 
     Args:
         state: the loop's own state, JSON values only.
         save_workers: writes the workers' state into the given directory.
+        size: bytes that the workers will write, as far as known.
+
+    Raises:
+        SaveError: there is no room, or a write failed; the older checkpoints are untouched.
     """
-    temporary = store.begin(step)
+    temporary = store.begin(step, size)
     try:
         save_workers(temporary / WORKERS)
         store.finish(temporary, state)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    except Exception as error:
+        raise store.failed(temporary, size, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # it is in place under its own name, or it failed
+
+
+def size_of(path: Path) -> int:
+    """Bytes of all files below a directory."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def megabytes(size: int) -> str:
+    """A size for people.
+
+    Example:
+        >>> megabytes(12_340_000)
+        '12.3 MB'
+    """
+    return f"{size / 1e6:.1f} MB"
+
+
+def _no_space(root: Path, size: int, free: int) -> str:
+    needed = f"{megabytes(size)} needed, " if size else ""
+    return f"no space left on {root}: {needed}{megabytes(free)} free"
+
+
+def _file_damage(file: Path, name: str, expected: str) -> str | None:
+    try:
+        return None if _sha256(file) == expected else f"{name} does not have its recorded digest"
+    except (OSError, ValueError) as error:
+        return _unreadable(name, error)
+
+
+def _unreadable(name: str, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{name} is missing"
+    if isinstance(error, IsADirectoryError):
+        return f"{name} is a directory instead of a file"
+    return f"{name} can't be read ({getattr(error, 'strerror', None) or error})"
+
+
+def _digests(data: bytes) -> dict[str, str] | None:
+    """The digest list as this file writes it, or None when these bytes are something else."""
+    try:
+        digests = json.loads(data)
+        canonical = _as_json(digests) == data
+    except (ValueError, TypeError):
+        return None
+    if not canonical or not isinstance(digests, dict) or not all(isinstance(d, str) for d in digests.values()):
+        return None
+    return digests
+
+
+def _as_json(digests: dict[str, str]) -> bytes:
+    return json.dumps(digests, indent=1).encode()
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; its name goes first, so that a kill in the middle leaves no half one."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+        return
+    if not path.name.endswith(TEMPORARY):
+        aside = path.with_name(path.name + REMOVED)
+        shutil.rmtree(aside, ignore_errors=True)
+        path = path.rename(aside)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

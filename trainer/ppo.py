@@ -404,7 +404,8 @@ class PPO:
 
     def save(self) -> None:
         """Write a checkpoint of everything that the next step depends on."""
-        write_checkpoint(self.parts.store, self.done, self.state_dict(), self.parts.models.save)
+        models = self.parts.models
+        write_checkpoint(self.parts.store, self.done, self.state_dict(), models.save, size=models.saved_bytes())
 
     def state_dict(self) -> dict[str, Any]:
         """The loop's own state; weights and optimizers are the workers'."""

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from determinism.files import numbered, write_atomically
 from rollout.types import Episode, Score
-from trainer.run_dir import RunDirectory, write_atomically
+from trainer.run_dir import RunDirectory
 from trainer.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -45,13 +46,13 @@ class Record:
     def episodes(self, step: int, episodes: Sequence[Episode], scores: Sequence[Score]) -> None:
         """`episodes/step_000012.jsonl`: an episode a line, in canonical order."""
         if self.tracker and self.save_episodes:
-            self._write(f"step_{step:06d}.jsonl", episodes, scores)
+            self._write(numbered(step, "step", ".jsonl"), episodes, scores)
 
     def validation(self, step: int, result: ValidationResult) -> None:
         """`episodes/validation_000012.jsonl` and a few rows in the tracker."""
         if not self.tracker:
             return
-        self._write(f"validation_{step:06d}.jsonl", result.episodes, result.scores)
+        self._write(numbered(step, "validation", ".jsonl"), result.episodes, result.scores)
         shown = list(zip(result.episodes, result.scores, strict=True))[: self.log_samples]
         rows = [[step, e.prompt.text, e.text, str(e.prompt.answer), s.total] for e, s in shown]
         self.tracker.table(step, "val/samples", ["step", "prompt", "response", "answer", "score"], rows)
@@ -62,7 +63,7 @@ class Record:
         The file's metadata holds `rows`, JSON of [prompt_id, task, sample] for dim 0 of the tensors. Written also when episodes
         are not (`tracking.save_episodes`).
         """
-        path = self.run.path / f"nonfinite_step_{step:06d}.safetensors"
+        path = self.run.path / numbered(step, "nonfinite_step", ".safetensors")
         if self.tracker:
             from safetensors.torch import save
 

@@ -97,6 +97,10 @@ class RemoteModels:
         """Write trained weights and optimizer states into the directory `path`, each rank its shards."""
         self.group.run("save", path=str(path))
 
+    def saved_bytes(self) -> int:
+        """What `save` will write, in bytes, over all ranks."""
+        return self.group.run("saved_bytes")[0]
+
     def load(self, path: Path) -> None:
         """Take over what `save` wrote at any number of ranks."""
         self.group.run("load", path=str(path))

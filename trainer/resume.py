@@ -47,13 +47,8 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], allow: Sequence
     Raises:
         ResumeError: names every differing key with both values.
     """
-    free = (*FREE, *allow)
     before, after = dict(flatten(old)), dict(flatten(new))
-    differing = [
-        key
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not any(key == f or key.startswith(f + ".") for f in free)
-    ]
+    differing = changed_keys(old, new, allow)
     if differing:
         lines = [f"  {key}: {before.get(key)!r} in the run, {after.get(key)!r} now" for key in differing]
         raise ResumeError(
@@ -62,6 +57,17 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], allow: Sequence
             + "\nSet them back, choose another run.dir, or allow them: "
             + f"'run.resume_allow=[{','.join(differing)}]'"
         )
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], allow: Sequence[str] = ()) -> list[str]:
+    """Dotted keys whose values differ and are neither `FREE` nor allowed, sorted; configs as in `check_resume`."""
+    free = (*FREE, *allow)
+    before, after = dict(flatten(old)), dict(flatten(new))
+    return [
+        key
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not any(key == f or key.startswith(f + ".") for f in free)
+    ]
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

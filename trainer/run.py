@@ -79,6 +79,7 @@ def session(config: Config, training: bool = True) -> Iterator[Session]:
         if training:
             check_tracking(config.tracking)
     with ExitStack() as stack:
+        stack.callback(run_directory.release)  # entered first, given back last
         preload = (*(trainer_worker.PRELOAD if training else ()), *vllm_process.PRELOAD)
         launcher = make_launcher(config, run_directory.path, preload)
         stack.callback(launcher.close)
@@ -111,47 +112,14 @@ def start(config: Config, adjust: Callable[[PPO], None] | None = None, checkpoin
         adjust: changes the loop after it was restored (a replay does).
         checkpoint: restore this one instead of looking in the run directory.
     """
+    from trainer.claim import prepare_directory
+
     with session(config) as ready:
         from trainer.data.sampler import log_first_prompt
 
         log_first_prompt(ready.inputs.train)
         found = prepare_directory(ready.config, ready.run, ready.inputs)
         return train(ready.config, ready.launcher, ready.run, checkpoint or found, ready.inputs, ready.stack, adjust)
-
-
-def prepare_directory(config: Config, run: RunDirectory, inputs: Inputs) -> Checkpoint | None:
-    """Claim the run directory; the checkpoint to continue from, or None for a new run.
-
-    Raises:
-        RunDirectoryError, ResumeError, CheckpointError: the directory can't be used as asked.
-    """
-    from configs.compose import from_yaml, to_dict, to_yaml
-    from configs.roles import roles_needed
-    from determinism.ledger import Ledger
-    from determinism.manifest import read_manifest
-    from trainer.checkpoint import CheckpointStore
-    from trainer.input_digests import check_contents, input_digests
-    from trainer.resume import check_resume
-    from trainer.run_dir import write_atomically
-
-    run.check(config.run.resume)
-    run.open()
-    checkpoint = None
-    if config.run.resume != "never":
-        step = None if config.run.resume == "auto" else int(config.run.resume)
-        if run.config.exists():
-            check_resume(to_dict(from_yaml(run.config)), to_dict(config), config.run.resume_allow, str(run.path))
-        if run.manifest.exists():
-            found = input_digests(config, roles_needed(config), inputs.train.prompts, inputs.validation.prompts)
-            check_contents(read_manifest(run.manifest)["data"], found, config.run.resume_allow, str(run.manifest))
-        store = CheckpointStore(run.checkpoints, config.trainer.keep_last, config.trainer.keep_every)
-        checkpoint = store.find(step)
-        done = checkpoint.step if checkpoint else -1
-        store.remove_after(done)
-        run.cut_after(done)
-        Ledger(run.path, config.ledger.record).truncate_after(done)
-    write_atomically(run.config, to_yaml(config))
-    return checkpoint
 
 
 def train(

@@ -14,7 +14,8 @@ from typing import Any
 
 from configs.problems import UserError
 from configs.schema import TrackingConfig
-from trainer.run_dir import RunDirectory, append_json_line
+from determinism.files import append_json_line
+from trainer.run_dir import RunDirectory
 
 logger = logging.getLogger(__name__)
 

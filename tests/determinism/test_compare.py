@@ -127,6 +127,42 @@ def test_runs_whose_steps_do_not_overlap_are_not_comparable(make_run, capsys):
     assert f"{a} has steps from 1 to 2 and {b} has steps from 3 to 5: none in common" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff\xfe", b'{"step": 2}\n', b'{"step": "x"}\n'])
+@pytest.mark.parametrize(
+    "file",
+    ["manifest.json", "ledger.jsonl", "metrics.jsonl", "ledger/step_000002.json", "ledger/step_000002.safetensors"],
+)
+def test_a_damaged_run_is_not_comparable_and_its_file_is_named(make_run, capsys, file, content):
+    a, b = make_run("a", record="full"), make_run("b", record="full", change=one_ulp)
+    path = a / file
+    path.unlink()
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    harmless = {  # whole but for a torn last line, or a step that says nothing
+        "metrics.jsonl": (b"", b"{", b"[]", b"\xff\xfe", b'{"step": 2}\n'),
+        "manifest.json": (b'{"step": 2}\n', b'{"step": "x"}\n'),
+    }
+    code = main([str(a), str(b)])
+    err = capsys.readouterr().err
+    if content in harmless.get(file, ()):
+        assert code == 1, err
+    else:
+        assert code == 2, err
+        assert str(a) in err
+
+
+def test_a_torn_last_line_is_left_out_and_said(make_run, caplog, capsys):
+    a, b = make_run("a"), make_run("b")
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        with open(a / name, "a") as file:
+            file.write('{"step": 4, "x"')
+    assert main([str(a), str(b)]) == 0
+    assert f"{a / 'metrics.jsonl'}: the last line is torn" in caplog.text
+    assert f"{a / 'ledger.jsonl'}: the last line is torn" in caplog.text
+
+
 def test_any_number_of_runs_is_compared_to_the_first(make_run, capsys):
     runs = [str(make_run(name)) for name in "ab"] + [str(make_run("c", change=one_ulp))]
     assert main(runs) == 1
@@ -149,8 +185,17 @@ def test_the_report_is_one_file_without_outside_references(make_run, tmp_path):
     text = page.read_text()
     assert "first at step 2, phase rollout_logprobs" in text
     assert text.count('class="d"') == 1
+    assert text.count('class="m"') == 0
     assert "http" not in text
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_phase_that_one_run_alone_has_is_grey_in_the_report(make_run, tmp_path):
+    page = tmp_path / "report.html"
+    assert main([str(make_run("a")), str(make_run("b", steps=2)), "--html", str(page)]) == 1
+    text = page.read_text()
+    assert (text.count('class="e"'), text.count('class="m"'), text.count('class="d"')) == (8, 4, 0)
+    assert 'title="step 3, advantages, in one run only"' in text
 
 
 def test_runs_without_ledgers_are_compared_by_metrics_but_never_by_wall_time(make_run, capsys):

@@ -1,7 +1,9 @@
 """A checkpoint is complete or not there; damage is found and named; there is always one left."""
 
 import json
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint import CheckpointError, CheckpointStore, write_checkpoint
+from trainer.checkpoint import CheckpointError, CheckpointStore, SaveError, write_checkpoint
 
 
 def here(function):
@@ -67,7 +69,7 @@ def test_keep_last_and_keep_every(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=2, keep_every=4)
     for step in range(1, 8):
         save(store, step)
-    assert [checkpoint.step for checkpoint in store.complete()] == [4, 6, 7]
+    assert [checkpoint.step for checkpoint in store.all()] == [4, 6, 7]
 
 
 def test_a_failing_worker_leaves_the_older_checkpoint_and_nothing_else(tmp_path):
@@ -78,7 +80,7 @@ def test_a_failing_worker_leaves_the_older_checkpoint_and_nothing_else(tmp_path)
         (path / "shard.bin").write_bytes(b"half")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(SaveError, match="step 2 could not be saved: disk full; the checkpoint of step 1 is intact"):
         write_checkpoint(store, 2, {}, fail, here)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     assert store.find().step == 1
@@ -116,9 +118,134 @@ def test_a_kill_or_a_full_disk_while_writing_leaves_the_newest_complete_one(tmp_
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 4096
 
 
-def test_resuming_an_older_checkpoint_drops_the_other_history(tmp_path):
-    store = CheckpointStore(tmp_path, 0, 0)
-    for step in (1, 2, 3):
+@pytest.mark.parametrize("name", ["step_000002_best", "step_000002 (copy)", "step_000001.bak", "step_2", "best"])
+def test_names_that_people_give_are_neither_read_nor_removed(tmp_path, name):
+    store = CheckpointStore(tmp_path, keep_last=1, keep_every=0)
+    save(store, 1)
+    shutil.copytree(tmp_path / "step_000001", tmp_path / name)
+    for step in (2, 3):
         save(store, step)
-    store.remove_after(1)
-    assert [checkpoint.step for checkpoint in store.complete()] == [1]
+    assert store.find().step == 3
+    assert [checkpoint.step for checkpoint in store.all()] == [3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "step_000003"])
+    assert (tmp_path / name / "workers" / "shard.bin").read_bytes() == b"weights"
+
+
+def test_a_step_that_is_saved_again_replaces_the_old_one_whole(tmp_path):
+    store = CheckpointStore(tmp_path, 0, 0)
+    save(store, 1)
+    save(store, 1, b"new")
+    assert (store.find().workers / "shard.bin").read_bytes() == b"new"
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_a_checkpoint_of_another_run_or_step_is_refused(tmp_path):
+    mine, theirs = CheckpointStore(tmp_path / "a", 0, 0, "mine"), CheckpointStore(tmp_path / "b", 0, 0, "theirs")
+    for step in (1, 2):
+        save(mine, step)
+    save(theirs, 8)
+    shutil.copytree(tmp_path / "b" / "step_000008", tmp_path / "a" / "step_000008")
+    with pytest.raises(CheckpointError, match=r"step_000008 is not this run's: .*id theirs.* is mine.*run\.resume=2"):
+        mine.find()
+    shutil.rmtree(tmp_path / "a" / "step_000008")
+    (tmp_path / "a" / "step_000002").rename(tmp_path / "a" / "step_000009")
+    with pytest.raises(
+        CheckpointError, match=r"step_000009 .*checkpoint of step 2, so the directory was renamed.*resume=1"
+    ):
+        mine.find()
+    assert mine.newest_good(before=99).step == 1
+
+
+def test_too_little_room_is_said_before_anything_is_written(tmp_path):
+    store = CheckpointStore(tmp_path, 0, 0)
+    save(store, 40)
+    with pytest.raises(SaveError) as error:
+        write_checkpoint(store, 41, {}, lambda path: pytest.fail("written"), here, size=1 << 60)
+    assert re.search(
+        r"no space left on .*: 1152921504606\.8 MB needed, [0-9.]+ MB free; the checkpoint of step 40 is intact",
+        str(error.value),
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000040"]
+
+
+FULL = """
+import sys
+import torch
+from pathlib import Path
+from trainer.checkpoint import CheckpointStore, SaveError, write_checkpoint
+from workers.models.shards import save_shards
+store = CheckpointStore(Path(sys.argv[1]), 0, 0)
+def save(step, count, size=0):
+    state = {"actor": {"weights/x": torch.zeros(count)}}
+    write_checkpoint(store, step, {}, lambda path: save_shards(state, path), lambda f: f(), size)
+save(1, 1000)
+for size in (4 << 20, 0):
+    try:
+        save(2, 1 << 20, size)
+    except SaveError as error:
+        print(error)
+print(store.find().step)
+"""
+
+
+def test_a_full_disk_is_told_as_a_full_disk(tmp_path):
+    """A tmpfs of 1 MiB in a mount namespace of its own; torch's writer alone says `unexpected pos`."""
+    mount = f"mount -t tmpfs -o size=1m none {tmp_path} && exec {sys.executable} -c '{FULL}' {tmp_path}"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True, check=False)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no mount namespaces here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    before, during, found = done.stdout.splitlines()
+    assert re.search(
+        r"step 2 could not be saved: no space left on .*: 4\.2 MB needed, 1\.0 MB free; the checkpoint of step 1 is",
+        before,
+    )
+    assert re.search(
+        r"step 2 could not be saved: no space left on .*: [0-9.]+ MB free; the checkpoint of step 1 is", during
+    )
+    assert found == "1"
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+DAMAGE = {
+    "deleted": Path.unlink,
+    "emptied": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-3]),
+    "grown": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "flipped": flip,
+    "a directory": directory,
+    "not text": lambda path: path.write_bytes(b"\xff\xfe\x00" * 9),
+    "other JSON": lambda path: path.write_text("[1]"),
+    "a loop": lambda path: (path.unlink(), path.symlink_to(path.name)),
+}
+
+
+@pytest.mark.parametrize("file", ["COMPLETE", "digests.json", "state.json", "workers/shard.bin", "workers/.metadata"])
+@pytest.mark.parametrize("how", DAMAGE)
+def test_every_damage_is_told_by_the_name_of_its_file(tmp_path, file, how):
+    store = CheckpointStore(tmp_path, 0, 0, "run")
+
+    def shards(path: Path) -> None:
+        (path / "shard.bin").write_bytes(b"weights")
+        (path / ".metadata").write_bytes(b"where they lie")
+
+    for step in (3, 6, 9):
+        write_checkpoint(store, step, {"step": step}, shards, here)
+    DAMAGE[how](tmp_path / "step_000006" / file)
+    with pytest.raises(CheckpointError, match=rf"step_000006 is damaged: {re.escape(file)} .*run\.resume=3"):
+        store.find(6)
+    assert store.find().step == 9
+    flip(tmp_path / "step_000009" / "state.json")
+    with pytest.raises(CheckpointError, match=r"step_000009 is damaged: state\.json .*run\.resume=3"):
+        store.find()  # the search for a good one goes past the other damaged one
+    assert store.newest_good(before=9).step == 3

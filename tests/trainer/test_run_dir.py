@@ -1,19 +1,27 @@
 """A run directory is used once, and resumed only on request and only by the same experiment."""
 
 import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 
 import pytest
 
 from configs.schema import Config
+from determinism.files import append_json_line, json_lines
 from trainer.input_digests import check_contents, input_digests
 from trainer.resume import ResumeError, check_resume
-from trainer.run_dir import RunDirectory, RunDirectoryError, append_json_line, cut_jsonl
+from trainer.run_dir import RunDirectory, RunDirectoryError
 
 
 def test_a_used_directory_is_refused_without_resume(tmp_path):
     run = RunDirectory(tmp_path / "run")
     run.check("never")
-    run.open()
+    run.claim("never")
+    run.release()
     run.config.write_text("seed: 0\n")
     with pytest.raises(RunDirectoryError, match=r"already holds a run.*run\.resume=auto"):
         run.check("never")
@@ -26,29 +34,117 @@ def test_a_file_in_the_way_is_named(tmp_path):
         RunDirectory(tmp_path / "run").check("never")
 
 
-def test_cutting_keeps_earlier_steps_and_drops_a_torn_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def names(path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+@pytest.fixture
+def claimed(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.claim("auto")
+    yield run
+    run.release()
+
+
+def test_later_steps_are_taken_out_and_kept_aside(claimed):
     for step in (1, 2, 3):
-        append_json_line(path, {"step": step, "x": 0.1})
-    with open(path, "a") as file:
-        file.write('{"step": 4, "x"')
-    cut_jsonl(path, 2)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
-
-
-def test_metrics_keep_every_bit_of_a_float(tmp_path):
-    value = 0.1 + 0.2
-    append_json_line(tmp_path / "m.jsonl", {"step": 1, "x": value})
-    assert json.loads((tmp_path / "m.jsonl").read_text())["x"].hex() == value.hex()
-
-
-def test_resuming_cuts_episodes_of_later_steps(tmp_path):
-    run = RunDirectory(tmp_path)
-    run.open()
+        append_json_line(claimed.metrics, {"step": step, "x": 0.1})
+    torn = '{"step": 4, "x"'
+    with open(claimed.metrics, "a") as file:
+        file.write(torn)
     for name in ("step_000001.jsonl", "step_000002.jsonl", "validation_000002.jsonl"):
-        (run.episodes / name).write_text("")
-    run.cut_after(1)
-    assert [path.name for path in run.episodes.iterdir()] == ["step_000001.jsonl"]
+        (claimed.episodes / name).write_text(name)
+    aside = claimed.next_aside(1)
+    claimed.take_out_after(1, aside)
+    assert aside.name == "0001_after_step_000001"
+    assert [line.record["step"] for line in json_lines(claimed.metrics)] == [1]
+    assert names(claimed.episodes) == ["step_000001.jsonl"]
+    kept = (aside / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in kept[:-1]] == [2, 3]
+    assert kept[-1] == torn
+    assert (aside / "episodes" / "step_000002.jsonl").read_text() == "step_000002.jsonl"
+    assert names(aside / "episodes") == ["step_000002.jsonl", "validation_000002.jsonl"]
+    assert claimed.next_aside(-1).name == "0002_everything"
+
+
+def test_names_that_people_give_to_episodes_are_left_alone(claimed):
+    theirs = ["favourites.jsonl", "step_000009 (copy).jsonl", "step_9.jsonl", "step_000009.jsonl.bak"]
+    for name in theirs:
+        (claimed.episodes / name).write_text("")
+    claimed.take_out_after(1, claimed.next_aside(1))
+    assert names(claimed.episodes) == sorted(theirs)
+    assert not claimed.set_aside.exists()
+
+
+def test_damaged_metrics_refuse_a_resume_by_line(claimed):
+    claimed.metrics.write_text('{"step": 1}\n{"step": 2, "x{"step": 3}\n')
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2: not JSON"):
+        claimed.check_records()
+
+
+HOLD = """
+import os, sys, time
+from trainer.run_dir import RunDirectory
+run = RunDirectory(sys.argv[1])
+run.claim("auto")
+if sys.argv[2] == "fork" and os.fork() == 0:
+    time.sleep(60)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["alone", "fork"])
+def test_a_second_process_is_refused_until_the_holder_is_gone_even_killed(tmp_path, how):
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), how]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "held\n"
+        before = names(tmp_path / "run")
+        for ask in (RunDirectory(tmp_path / "run").check, RunDirectory(tmp_path / "run").claim):
+            with pytest.raises(RunDirectoryError) as error:
+                ask("auto")
+            assert f"in use by process {holder.pid} on {platform.node()}" in str(error.value)
+        assert names(tmp_path / "run") == before
+        os.kill(holder.pid, signal.SIGKILL)  # a forked child of it lives on, and holds nothing
+        holder.wait()
+        run = RunDirectory(tmp_path / "run")
+        run.claim("auto")
+        run.release()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(holder.pid, signal.SIGKILL)
+        holder.stdout.close()
+
+
+def test_a_lock_is_given_back(tmp_path):
+    first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    first.claim("never")
+    first.claim("never")  # a second time by the same object is nothing new
+    with pytest.raises(RunDirectoryError, match="in use by process"):
+        second.claim("never")
+    first.release()
+    second.claim("never")
+    second.release()
+
+
+def test_a_failed_start_leaves_a_directory_that_can_be_used(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.claim("never")
+    run.release()
+    run.check("never")
+
+
+@pytest.mark.parametrize("where", ["link", "below_a_file", "/proc/nowhere"])
+def test_a_directory_that_cannot_be_made_is_an_error_that_names_the_setting(tmp_path, where):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    path = tmp_path / {"below_a_file": "file/run"}.get(where, where)
+    with pytest.raises(
+        RunDirectoryError, match=rf"run\.dir={path} (is a link to .*gone, which does not exist|can't be used)"
+    ):
+        RunDirectory(path).claim("never")
 
 
 BASE = {

@@ -90,6 +90,7 @@ def available_commands() -> dict[str, Command]:
             "run up to one step of a run again and check it against its ledger", "trainer.tools.replay"
         ),
         "eval": _forwarded("evaluate a model on the validation sources", "trainer.tools.evaluate"),
+        "export": _forwarded("a trained model as a Hugging Face folder", "trainer.tools.export"),
         "build": Command("build the small models that recipes name", "trainer.tiny", build),
     }
     return {name: command for name, command in commands.items() if _exists(command.module)}
@@ -129,7 +130,10 @@ def _usage(commands: dict[str, Command]) -> str:
 
 
 def _guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Errors that the user can mend come as lines, a worker's failure with the worker's own traceback, the rest as it is."""
+    """Errors that the user can mend come as lines, a worker's failure with the worker's own traceback, the rest as it is.
+
+    A file or checkpoint that could not be written (a full disk) is told as a line too, but the run has failed: exit code 1.
+    """
     from configs.problems import UserError
 
     try:
@@ -139,10 +143,12 @@ def _guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
     except KeyboardInterrupt:
         print("exactrl: interrupted", file=sys.stderr)
         return 130
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
+        from determinism.files import NotWrittenError
+        from trainer.checkpoint import SaveError
         from workers.launch.group import WorkerError
 
-        if not isinstance(error, WorkerError):
+        if not isinstance(error, (WorkerError, SaveError, NotWrittenError)):
             raise
         print(f"exactrl: {error}", file=sys.stderr)
         return 1

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.problems import UserError
+from trainer.tools.trust import add_option, check_trust
 
 if TYPE_CHECKING:
     from configs.schema import Config
@@ -74,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where results go (default: eval/ in run.dir; for a run's checkpoint eval/step_<K>/ in the run)",
     )
+    add_option(parser)
     parser.add_argument(
         "--config-dir", action="append", default=[], metavar="DIR", help="a folder with groups of your own; repeatable"
     )
@@ -98,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     checkpoint = find_checkpoint(arguments.checkpoint, arguments.step) if arguments.checkpoint else None
     run = run_of(checkpoint) if checkpoint else None
-    config, warnings = check(_load(arguments.overrides, arguments.config_dir, checkpoint, run))
+    loaded = _load(arguments.overrides, arguments.config_dir, checkpoint, run, arguments.trust_run)
+    config, warnings = check(loaded)
     problems = missing_files(config)
     if not config.data.validation:
         problems.append(Problem("data.validation", "is empty, so there is nothing to evaluate on", "list a source"))
@@ -112,7 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _load(overrides: list[str], config_dir: list[str], checkpoint: Checkpoint | None, run: Path | None) -> Config:
+def _load(
+    overrides: list[str], config_dir: list[str], checkpoint: Checkpoint | None, run: Path | None, trust_run: bool
+) -> Config:
     """The configuration as on the command line; the run's own when a checkpoint of it is evaluated and no experiment is named."""
     from configs.compose import from_yaml, load_config
 
@@ -128,7 +133,9 @@ def _load(overrides: list[str], config_dir: list[str], checkpoint: Checkpoint | 
         raise UserError(f"--config-dir has no effect on {run / 'config.yaml'}, which is complete; name an experiment")
     # There is no trainer rank here: the processes that were started are enough, however many the run had.
     ranks = os.environ.get("WORLD_SIZE", "1")
-    return from_yaml(run / "config.yaml", [f"launcher.num_ranks={ranks}", *overrides])
+    config = from_yaml(run / "config.yaml", [f"launcher.num_ranks={ranks}", *overrides])
+    check_trust(config, run, trust_run, own=from_yaml(run / "config.yaml"))
+    return config
 
 
 def evaluate(config: Config, out: Path, checkpoint: Checkpoint | None = None) -> ValidationResult:
@@ -169,9 +176,9 @@ def _saved_actor(checkpoint: Checkpoint, config: Config) -> ActorWeights:
 def _evaluate(ready: Session, checkpoint: Checkpoint | None, actor: ActorWeights | None) -> ValidationResult:
     from configs.compose import to_dict
     from determinism.ledger import Ledger
-    from trainer.build import record_manifest, start_engines, validation_of
+    from trainer.build import check_processes, record_manifest, start_engines, validation_of
+    from trainer.claim import commit, prepare_directory
     from trainer.record import Record
-    from trainer.run import prepare_directory
     from trainer.tracking import Tracker
 
     config, launcher, run, inputs, stack = ready
@@ -179,11 +186,13 @@ def _evaluate(ready: Session, checkpoint: Checkpoint | None, actor: ActorWeights
     prepare_directory(config, run, inputs)
     engines = start_engines(config, launcher, run, inputs, stack)
     checked = engines.check(config, inputs)
-    record_manifest(config, run, inputs, engines.groups, checked)
+    ledger = Ledger(run.path, config.ledger.record)
+    processes = check_processes(config, engines.groups)
+    commit(config, run, None, ledger)
+    record_manifest(config, run, inputs, engines.groups, processes, checked)
     tracker = Tracker(config.tracking, run, f"{config.run.name}-eval", to_dict(config), total_steps=0)
     stack.callback(lambda: tracker.close(failed=sys.exc_info()[0] is not None))
     record = Record(run, tracker, save_episodes=True, log_samples=config.tracking.log_samples)
-    ledger = Ledger(run.path, config.ledger.record)
     if actor is not None:
         engines.rollout.engines.load_weights(actor.tensors, step)
         engines.rollout.engines.wait_for_weights()

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from configs.problems import UserError
 from determinism.ledger import Ledger, read_ledger
 from trainer.timing import Timing
+from trainer.tools.trust import add_option, check_trust
 
 if TYPE_CHECKING:
     from trainer.ppo import PPO
@@ -131,15 +132,20 @@ def debug(frame: FrameType) -> None:
         sys.settrace(debugger.trace_dispatch)
 
 
-def replay(run: Path, step: int, stop_before: str | None = None, overrides: Sequence[str] = ()) -> int:
+def replay(run: Path, step: int, stop_before: str | None = None, trust_run: bool = False) -> int:
     """Replay `step` of `run`; exit code 0 when every phase agrees, 1 when one does not.
 
+    Args:
+        trust_run: whether code that the run's configuration names may run.
+
     Raises:
-        UserError: the run or the step is not there.
+        UserError: the run or the step is not there, or its configuration names code and is not trusted.
     """
     from configs.compose import from_yaml
     from trainer.checkpoint import CheckpointStore
+    from trainer.claim import run_id
     from trainer.run import start
+    from trainer.run_dir import RunDirectory
 
     if not (run / "config.yaml").exists():
         raise UserError(f"{run} is not a run directory: it has no config.yaml")
@@ -148,10 +154,12 @@ def replay(run: Path, step: int, stop_before: str | None = None, overrides: Sequ
         known = f"{min(expected)} to {max(expected)}" if expected else "none"
         raise UserError(f"--step {step}: the ledger of {run} has no such step (recorded: {known})")
     config = from_yaml(run / "config.yaml")
+    check_trust(config, run, trust_run)
     target = run / "replays" / f"step_{step:06d}"
     if os.environ.get("RANK", "0") == "0":
+        RunDirectory(target).check("auto")  # another replay of the step may be at work there
         shutil.rmtree(target, ignore_errors=True)
-    before = [c for c in CheckpointStore(run / "checkpoints", 0, 0).complete() if c.step < step and c.damage() is None]
+    before = CheckpointStore(run / "checkpoints", 0, 0, run_id(run)).newest_good(step)
     config = replace(
         config,
         run=replace(config.run, dir=str(target), resume="never"),
@@ -164,7 +172,7 @@ def replay(run: Path, step: int, stop_before: str | None = None, overrides: Sequ
         tracking=replace(config.tracking, wandb_mode="disabled"),
     )
     try:
-        ppo = start(config, lambda ppo: _prepare(ppo, expected, step, stop_before), before[-1] if before else None)
+        ppo = start(config, lambda ppo: _prepare(ppo, expected, step, stop_before), before)
     except bdb.BdbQuit:
         print("the replay was ended in the debugger")
         return 0
@@ -173,7 +181,7 @@ def replay(run: Path, step: int, stop_before: str | None = None, overrides: Sequ
         return 1
     ledger = ppo.parts.ledger
     if isinstance(ledger, CheckedLedger):
-        source = f"from the checkpoint of step {before[-1].step}" if before else "from the start"
+        source = f"from the checkpoint of step {before.step}" if before else "from the start"
         print(f"SAME: replayed to step {step} {source}; {ledger.checked} digests agree")
     return 0
 
@@ -204,6 +212,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--step", type=int, required=True, metavar="K", help="the step to run again")
     parser.add_argument("--stop-before", metavar="PHASE", help="open the debugger before this phase of step K")
+    add_option(parser)
     return parser
 
 
@@ -213,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     phase = ALIASES.get(args.stop_before, args.stop_before)
     if phase is not None and phase not in PHASES:
         raise UserError(f"--stop-before {args.stop_before}: known phases are {', '.join([*PHASES, *ALIASES])}")
-    return replay(args.run, args.step, phase)
+    return replay(args.run, args.step, phase, args.trust_run)
 
 
 if __name__ == "__main__":

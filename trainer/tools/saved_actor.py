@@ -8,7 +8,6 @@ No trainer rank is needed: the shards of any number of ranks are read and put to
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.problems import UserError
+from determinism.files import number_in
 from trainer.checkpoint import COMPLETE, WORKERS, Checkpoint, CheckpointError, CheckpointStore
-from trainer.run_dir import step_of
+from trainer.claim import run_id
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,11 +40,12 @@ class ActorWeights:
     """Of what was trained: the ledger's `actor_weights` of that step."""
 
 
-def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
+def find_checkpoint(path: Path, step: int | None = None, option: str = "--checkpoint ") -> Checkpoint:
     """The checkpoint that `path` means; complete, its contents not verified yet.
 
     Args:
         path: a run directory (its newest complete checkpoint, or that of `step`), or a checkpoint's own directory.
+        option: what stands before the path on the command line, for messages.
 
     Raises:
         UserError: `path` is neither, or is a checkpoint of another step than `step`.
@@ -52,8 +53,8 @@ def find_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
     """
     path = path.absolute()
     if not (path / "checkpoints").is_dir():
-        return _own(path, step)
-    complete = _store(path / "checkpoints").complete()
+        return _own(path, step, option)
+    complete = CheckpointStore(path / "checkpoints", 0, 0).all()
     found = [checkpoint for checkpoint in complete if step in (None, checkpoint.step)]
     if not found:
         have = ", ".join(str(checkpoint.step) for checkpoint in complete) or "none"
@@ -66,9 +67,11 @@ def verify(checkpoint: Checkpoint) -> None:
     """Compare every file with its recorded digest.
 
     Raises:
-        CheckpointError: one is damaged; names it, and the next older intact checkpoint.
+        CheckpointError: one is damaged, or they are another run's; names it, and the next older intact checkpoint.
     """
-    _store(checkpoint.path.parent).find(checkpoint.step, choose="--checkpoint of the run and --step {step}")
+    run = run_of(checkpoint)
+    store = CheckpointStore(checkpoint.path.parent, 0, 0, run_id(run) if run else "")
+    store.find(checkpoint.step, choose="--checkpoint of the run and --step {step}")
 
 
 def run_of(checkpoint: Checkpoint) -> Path | None:
@@ -91,11 +94,9 @@ def actor_weights(checkpoint: Checkpoint, model_path: str | Path, lora: LoraConf
     from rollout.weights import check_weights, checkpoint_shapes
     from workers.models.policy import check_policy
 
-    stored = _read(checkpoint)
+    stored = trained_tensors(checkpoint, model_path)
     digest = module_digest(stored.items())
     adapters = any(".lora_A." in name for name in stored)
-    if adapters:
-        _check_base(checkpoint, model_path)
     try:
         shapes = checkpoint_shapes(model_path)
         tensors = stored
@@ -110,21 +111,27 @@ def actor_weights(checkpoint: Checkpoint, model_path: str | Path, lora: LoraConf
     return ActorWeights(tensors, digest)
 
 
-def _own(path: Path, step: int | None) -> Checkpoint:
+def trained_tensors(checkpoint: Checkpoint, model_path: str | Path) -> dict[str, Tensor]:
+    """What was trained of the actor as it is stored: whole weights, or adapters alone.
+
+    Raises:
+        CheckpointError: it can't be read, or holds adapters of a model with other contents than `model_path`.
+    """
+    stored = _read(checkpoint)
+    if any(".lora_A." in name for name in stored):
+        _check_base(checkpoint, model_path)
+    return stored
+
+
+def _own(path: Path, step: int | None, option: str) -> Checkpoint:
     """`path` as a checkpoint's directory."""
     if not (path / COMPLETE).is_file():
-        raise UserError(f"--checkpoint {path}: {_why_not(path)}")
-    if not re.fullmatch(r"step_\d+", path.name):
-        raise UserError(
-            f"--checkpoint {path}: a checkpoint's directory is named after its step; call it step_000012 again"
-        )
-    if step not in (None, step_of(path)):
+        raise UserError(f"{option}{path}: {_why_not(path)}")
+    if number_in(path.name) is None:
+        raise UserError(f"{option}{path}: a checkpoint's directory is named after its step; call it step_000012 again")
+    if step not in (None, number_in(path.name)):
         raise UserError(f"--step {step}: {path} is a single checkpoint; give the run directory to choose a step")
     return Checkpoint(path)
-
-
-def _store(root: Path) -> CheckpointStore:
-    return CheckpointStore(root, keep_last=0, keep_every=0)
 
 
 def _why_not(path: Path) -> str:
@@ -142,23 +149,18 @@ def _why_not(path: Path) -> str:
 
 def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """What was trained of the actor, by parameter name, whole."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from workers.models.shards import ShardsError, read_tensors
 
-    metadata = dcp.FileSystemReader(checkpoint.workers).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
-    }
-    if not state:
-        raise CheckpointError(f"{checkpoint.path} holds no weights of an actor")
     # Not collective: under torchrun every rank reads the whole, since each feeds its own engines.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")  # a single process is what is meant
-        dcp.load(state, checkpoint_id=checkpoint.workers, no_dist=True)
-    return {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+        try:
+            stored = read_tensors(checkpoint.workers, PREFIX)
+        except ShardsError as error:
+            raise CheckpointError(f"checkpoint {checkpoint.path} can't be read: {error}") from error
+    if not stored:
+        raise CheckpointError(f"{checkpoint.path} holds no weights of an actor")
+    return stored
 
 
 def _check_base(checkpoint: Checkpoint, model_path: str | Path) -> None:

@@ -22,6 +22,7 @@ from workers.models.batch import LossTotals, MiniBatch, TokenBatch, UpdateResult
 from workers.models.policy import BaseOfAdapters, PolicyModel
 from workers.models.sharded_model import ShardedModel
 from workers.models.sharding import rank_mesh
+from workers.models.shards import load_shards, save_shards
 from workers.models.value import ValueModel
 
 ROLES = ("actor", "ref", "critic")
@@ -178,17 +179,27 @@ class TrainerWorker:
         return module_digests(parts)
 
     def save(self, path: str) -> None:
-        """Write trained weights, optimizer states and schedules into the directory `path`, each rank its shards."""
-        import torch.distributed.checkpoint as dcp
+        """Write trained weights, optimizer states and schedules into the directory `path`, each rank its shards.
 
-        dcp.save(self._state(), checkpoint_id=path)
+        Raises:
+            ShardsError: a rank could not write.
+        """
+        save_shards(self._state(), path)
+
+    def saved_bytes(self) -> int:
+        """Bytes that `save` writes on all ranks together, file headers aside. Not collective."""
+        return sum(
+            tensor.numel() * tensor.element_size() for named in self._state().values() for tensor in named.values()
+        )
 
     def load(self, path: str) -> None:
-        """Take over what `save` wrote at any number of ranks."""
-        import torch.distributed.checkpoint as dcp
+        """Take over what `save` wrote at any number of ranks.
 
+        Raises:
+            ShardsError: it lacks a model or a tensor, or can't be read.
+        """
         state = self._state()
-        dcp.load(state, checkpoint_id=path)
+        load_shards(state, path)
         for name, model in self.trained.items():
             model.restore(state[name])
 
@@ -203,7 +214,7 @@ class TrainerWorker:
         weights = self._whole(model)
         if weights is not None:
             source = Path(self.config.critic.path if role == "critic" else self.config.model.path)
-            _write_hf(Path(path), source, model.hf_config, weights, self.config, classifier=role == "critic")
+            write_hf(Path(path), source, model.hf_config, weights, self.config, classifier=role == "critic")
         dist.barrier()
 
     def facts(self) -> dict[str, Any]:
@@ -237,7 +248,7 @@ def rank_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
-def _write_hf(
+def write_hf(
     path: Path, source: Path, hf_config: Any, weights: dict[str, Tensor], config: Config, classifier: bool
 ) -> None:
     """Weights, config, generation config and tokenizer, loadable with `from_pretrained`."""
