@@ -1,37 +1,36 @@
 """Runs reward functions in processes of their own, with a time limit for each call.
 
-    samples --> chunks of calls --> workers (own interpreter, own session) --> outcomes, in the samples' order
+    samples --> portions of calls --> threads, each with a process --> outcomes, in the samples' order
 
-A worker reports after each call, so a limit counts one call and not its chunk. A worker that overruns it is killed with everything that
-it started, its other calls go to somebody else, and the sample gets a `CallFailure`: never a reward. The limit is wall time; a
-worker's start (interpreter, imports) is outside of it.
-
-All work with processes is done by one thread of the pool. It lives as long as the pool, so the kernel can end the workers with it
-(`workers/launch/worker_process.py`), and scoring goes on while the caller does something else.
+A process answers after each call, so a limit counts one call and not its portion. A process that overruns it is killed with everything
+that it started, its other calls are made by another, and the sample gets a `CallFailure`: never a reward. The limit is wall
+time; a process's start (interpreter, imports) is outside of it.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
+import queue
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.problems import UserError
 from configs.schema import RewardFunctionConfig
+from reward.function_process import FunctionProcess, Kind, Lost
 from reward.functions import BATCHED
-from reward.pool_processes import Call, PoolError, Processes, Worker, is_dead
+from reward.outcomes import Outcome
 
-__all__ = ["CallFailure", "FunctionPool", "FunctionSample", "PoolError", "SourceResults", "check_functions"]
-
-CHUNK = 64
-"""Calls sent to a worker at once, at most."""
-ASYNC_GRACE_S = 1.0
-"""Seconds beyond the limit for a worker of async calls, which ends late calls itself."""
+PORTION = 64
+"""Calls sent to a process at once, at most."""
 GIVE_UP_AFTER = 8
 """Calls of one function that overrun the limit in a row before the step's remaining calls of it are not made any more."""
+
+
+class PoolError(UserError, RuntimeError):
+    """The pool cannot run the functions at all: one cannot be loaded, processes do not start, the pool is closed."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ class FunctionSample:
     answer: Any
     extra: Mapping[str, Any]
     messages: Sequence[Mapping[str, Any]]
+    response_with_special_tokens: str | None = None
+    """Needed where `FunctionPool.wants` says so."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,13 @@ SourceResults = dict[str, list[float | CallFailure]]
 
 
 class FunctionPool:
-    """Processes that run reward functions. Workers start at the first use, or at `start`.
+    """Processes that run reward functions. They start at the first use, or at `start`.
 
     Args:
         functions: what to run; every sample is scored by each.
         workers: number of processes.
         log_dir: where `reward-functions-{i}.log` with the functions' output goes; None discards it.
-        env: variables of the workers on top of this process's.
+        env: variables of the processes on top of this process's.
     """
 
     def __init__(
@@ -89,16 +90,31 @@ class FunctionPool:
         if workers < 1:
             raise ValueError(f"reward.function_workers is {workers}; it must be at least 1")
         self.functions = tuple(functions)
-        self._processes = Processes(functions, workers, log_dir, env or {})
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-pool")
+        self.kinds: list[Kind] = []
+        """One a function, once a process has loaded them."""
+        self._log_dir, self._env = log_dir, dict(env or {})
+        self._lock, self._closed = threading.Lock(), False
+        self._processes: list[FunctionProcess | None] = [None] * workers
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()  # slots of `_processes`
+        for slot in range(workers):
+            self._free.put(slot)
+        # They live as long as the pool: the kernel ends a process with the thread that started it.
+        self._jobs = ThreadPoolExecutor(1, "reward-pool")
+        self._threads = ThreadPoolExecutor(workers, "reward-functions")
 
     def start(self) -> None:
-        """Start a worker and load every function.
+        """Start a process and load every function.
 
         Raises:
             PoolError: a function cannot be loaded (its traceback is in the message).
         """
-        self._thread.submit(self._load).result()
+        self._jobs.submit(self._load).result()
+
+    def wants(self, field: str) -> bool:
+        """Whether some function takes this field of `FunctionSample`; loads the functions if that has not been done. Raises as `start`."""
+        if not self.kinds:
+            self.start()
+        return any(field == BATCHED.get(name, name) for kind in self.kinds for name in kind.wanted)
 
     def submit(self, samples: Sequence[FunctionSample], *, stop_at_failure: bool = False) -> Future[SourceResults]:
         """Score the samples in the background.
@@ -110,22 +126,26 @@ class FunctionPool:
         Returns:
             A future of the results; it raises `PoolError`.
         """
-        return self._thread.submit(self._score, list(samples), stop_at_failure)
+        return self._jobs.submit(self._score, list(samples), stop_at_failure)
 
     def score(self, samples: Sequence[FunctionSample], *, stop_at_failure: bool = False) -> SourceResults:
         """`submit`, and wait."""
         return self.submit(samples, stop_at_failure=stop_at_failure).result()
 
     def pids(self) -> list[int]:
-        """Process ids of the workers that are alive now."""
-        return [worker.process.pid for worker in list(self._processes.workers)]
+        """Process ids of the processes that were started and not replaced."""
+        return [process.pid for process in self._processes if process is not None]
 
     def close(self) -> None:
-        """End every worker, in the middle of a call too; safe to call twice."""
-        self._processes.kill_all()  # which wakes the thread: it then gives up what it is at
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        for worker in list(self._processes.workers):
-            self._processes.end(worker)
+        """End every process, in the middle of a call too; safe to call twice."""
+        with self._lock:
+            self._closed = True
+        self._kill()  # which wakes the threads that listen
+        self._jobs.shutdown(cancel_futures=True)
+        self._threads.shutdown()
+        for process in self._processes:
+            if process is not None:
+                process.end()
 
     def __enter__(self) -> FunctionPool:
         return self
@@ -134,148 +154,139 @@ class FunctionPool:
         self.close()
 
     def _load(self) -> None:
-        processes = self._processes
-        while self.functions and not processes.kinds:
-            processes.check_open()
-            if not processes.workers:
-                processes.start()
-            processes.wait(lambda worker, why: None, lambda worker, call_id, outcome: None)
+        if self.functions and not self.kinds:
+            self._process(0)
 
     def _score(self, samples: list[FunctionSample], stop_at_failure: bool) -> SourceResults:
-        if not samples:
-            return {function.name: [] for function in self.functions}
         self._load()
-        job = _Job(self._processes, samples, stop_at_failure)
+        job = _Job(self.functions, samples, stop_at_failure)
+        portions = [
+            (index, calls) for index in range(len(self.functions)) for calls in self._portions(index, len(samples))
+        ]
+        for done in [self._threads.submit(self._work, job, index, calls) for index, calls in portions]:
+            done.result()
+        return job.results()
+
+    def _portions(self, index: int, samples: int) -> list[dict[int, list[int]]]:
+        """The calls of a function, {number: rows of the samples that it scores}, in portions for one process each."""
+        kind, rows = self.kinds[index], list(range(samples))
+        calls = [rows] * (samples > 0) if kind.batched else [[row] for row in rows]
+        # Several portions a process, so that one with slow calls does not keep the others waiting at the end.
+        share = max(1, -(-len(calls) // (4 * len(self._processes))))
+        size = self.functions[index].concurrency if kind.is_async else min(PORTION, share)
+        return [dict(enumerate(calls[at : at + size])) for at in range(0, len(calls), size)]
+
+    def _work(self, job: _Job, index: int, calls: dict[int, list[int]]) -> None:
+        """Make these calls; what a process that was lost has not answered is asked of the next."""
+        kind, one_by_one = self.kinds[index], False
+        slot = self._free.get()
         try:
-            return job.run()
+            while calls and not job.is_over(index):
+                process = self._process(slot)
+                some = dict([next(iter(calls.items()))]) if one_by_one else calls
+                payload = {number: job.fields(kind, rows) for number, rows in some.items()}
+                try:
+                    for number, outcome in process.calls(index, kind, payload):
+                        job.record(index, calls.pop(number), outcome)
+                        if job.stopped:
+                            self._kill()
+                except Lost as lost:
+                    self._check_open()
+                    if kind.is_async and len(some) > 1:
+                        one_by_one = True  # they ran together; so they show which of them it was
+                    elif not job.stopped:
+                        rows = calls.pop(next(iter(calls)))
+                        job.record(index, rows, [(lost.kind, str(lost))] * len(rows))
+        except BaseException:
+            if not job.stopped:  # else it was killed while it started
+                job.stopped = True
+                raise
         finally:
-            job.stop()
+            self._free.put(slot)
+
+    def _process(self, slot: int) -> FunctionProcess:
+        """The slot's process, ready for calls. One that ended between calls is replaced: none of them is to blame."""
+        process = self._processes[slot]
+        if process is not None and process.is_ready():
+            return process
+        if process is not None:
+            process.end()
+        log = None if self._log_dir is None else self._log_dir / f"reward-functions-{slot}.log"
+        with self._lock:
+            self._check_open()
+            process = self._processes[slot] = FunctionProcess(self.functions, log, self._env)
+        try:
+            self.kinds = process.load()
+        except Lost as lost:
+            self._check_open()
+            raise PoolError(
+                str(lost) if lost.kind == "unusable" else f"the reward functions can't be loaded: {lost}"
+            ) from None
+        return process
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PoolError("the pool of reward functions was closed")
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process is not None:
+                process.kill()
 
 
 class _Job:
-    """One scoring of samples by all functions."""
+    """One scoring of samples by all functions: what is known so far, filled in by several threads."""
 
-    def __init__(self, processes: Processes, samples: Sequence[FunctionSample], stop_at_failure: bool) -> None:
-        self.processes = processes
-        self.functions = processes.functions
-        self.kinds = processes.kinds
+    def __init__(
+        self, functions: Sequence[RewardFunctionConfig], samples: Sequence[FunctionSample], stop_at_failure: bool
+    ) -> None:
         self.samples = samples
-        self.stop_at_failure = stop_at_failure
-        self.outcomes: list[list[float | CallFailure | None]] = [[None] * len(samples) for _ in self.functions]
-        self.timeouts = [0] * len(self.functions)
-        self.queue: deque[list[Call]] = deque()
-        self.next_id = 0
-        for index in range(len(self.functions)):
-            self._enqueue(index)
+        self.stopped = False
+        """Make no further calls."""
+        self._functions = functions
+        self._stop_at_failure = stop_at_failure
+        self._lock = threading.Lock()
+        self._outcomes: list[list[float | tuple[str, str] | None]] = [[None] * len(samples) for _ in functions]
+        self._timeouts = [0] * len(functions)
+        self._given_up: set[int] = set()
 
-    def run(self) -> SourceResults:
-        """Make every call; results in the samples' order, whatever the order in which they came."""
-        while self.queue or any(worker.pending for worker in self.processes.workers):
-            self._hand_out()
-            self.processes.wait(self._lost, self._done)
+    def fields(self, kind: Kind, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """What a function of this kind sees of some samples."""
+        names = [BATCHED.get(name, name) for name in kind.wanted]
+        return [{name: getattr(self.samples[row], name) for name in names} for row in rows]
+
+    def is_over(self, index: int) -> bool:
+        """Whether the function is not to be called any more."""
+        return self.stopped or index in self._given_up
+
+    def record(self, index: int, rows: Sequence[int], outcome: Outcome) -> None:
+        """What a call of the function gave."""
+        with self._lock:
+            for row, entry in zip(rows, outcome, strict=True):
+                self._outcomes[index][row] = entry
+            failures = [entry[0] for entry in outcome if not isinstance(entry, float)]
+            self._timeouts[index] = self._timeouts[index] + 1 if "timeout" in failures else 0
+            if self._timeouts[index] == GIVE_UP_AFTER:
+                self._given_up.add(index)
+            self.stopped |= bool(failures) and self._stop_at_failure
+
+    def results(self) -> SourceResults:
+        """Every entry, in the samples' order."""
         return {
-            function.name: [self._entry(index, row) for row in range(len(self.samples))]
-            for index, function in enumerate(self.functions)
+            function.name: [
+                entry
+                if isinstance(entry, float)
+                else CallFailure(function.name, sample.name, *(entry or self._why(index)))
+                for sample, entry in zip(self.samples, self._outcomes[index], strict=True)
+            ]
+            for index, function in enumerate(self._functions)
         }
 
-    def stop(self) -> None:
-        """Make no further calls and end the workers that are at one."""
-        self.queue.clear()
-        for worker in list(self.processes.workers):
-            if worker.pending:
-                worker.pending = []
-                self.processes.end(worker)
-
-    def _enqueue(self, index: int) -> None:
-        kind, rows = self.kinds[index], range(len(self.samples))
-        calls = [self._call(index, list(rows))] if kind.batched else [self._call(index, [row]) for row in rows]
-        # Several chunks a worker, so that one with slow calls does not keep the others waiting at the end.
-        share = -(-len(calls) // (4 * self.processes.size))
-        size = self.functions[index].concurrency if kind.is_async else min(CHUNK, share)
-        self.queue.extend(calls[at : at + size] for at in range(0, len(calls), size))
-
-    def _call(self, index: int, rows: list[int]) -> Call:
-        self.next_id += 1
-        return Call(self.next_id, index, rows)
-
-    def _hand_out(self) -> None:
-        """Chunks to idle workers; new workers for what is left, up to the pool's size."""
-        processes = self.processes
-        for worker in list(processes.workers):
-            if not self.queue or worker.pending or not worker.ready:
-                continue
-            if is_dead(worker):  # between calls, so none of them is to blame
-                processes.end(worker)
-            else:
-                self._send(worker, self.queue.popleft())
-        starting = sum(not worker.ready for worker in processes.workers)
-        for _ in range(min(processes.size - len(processes.workers), len(self.queue) - starting)):
-            processes.start()
-
-    def _send(self, worker: Worker, calls: list[Call]) -> None:
-        index = calls[0].function
-        fields = [BATCHED.get(name, name) for name in self.kinds[index].wanted]
-        payload = [
-            (call.id, [{name: getattr(self.samples[row], name) for name in fields} for row in call.rows])
-            for call in calls
-        ]
-        worker.pending = list(calls)
-        self.processes.send(worker, (index, payload))
-        self._renew(worker)
-
-    def _renew(self, worker: Worker) -> None:
-        """The limit of the call that now begins; async calls begin together."""
-        if worker.pending:
-            index = worker.pending[0].function
-            grace = ASYNC_GRACE_S if self.kinds[index].is_async else 0.0
-            worker.deadline = time.monotonic() + self.functions[index].timeout_s + grace
-
-    def _done(self, worker: Worker, call_id: int, outcome: Sequence[Any]) -> None:
-        call = next((call for call in worker.pending if call.id == call_id), None)
-        if call is None:
-            return  # its worker was to be stopped
-        worker.pending.remove(call)
-        if not self.kinds[call.function].is_async:
-            self._renew(worker)
-        self._record(call, outcome)
-
-    def _lost(self, worker: Worker, why: tuple[str, str]) -> None:
-        pending, worker.pending = worker.pending, []
-        if len(pending) > 1 and self.kinds[pending[0].function].is_async:
-            # They ran together; one by one they show which of them it was.
-            self.queue.extendleft([call] for call in reversed(pending))
-            return
-        if pending[1:]:
-            self.queue.appendleft(pending[1:])
-        self._record(pending[0], [why] * len(pending[0].rows))
-
-    def _record(self, call: Call, outcome: Sequence[Any]) -> None:
-        index = call.function
-        for row, entry in zip(call.rows, outcome, strict=True):
-            self.outcomes[index][row] = entry if isinstance(entry, float) else self._failure(index, row, entry)
-        failures = [entry for entry in outcome if not isinstance(entry, float)]
-        hung = any(kind == "timeout" for kind, _ in failures)
-        self.timeouts[index] = self.timeouts[index] + 1 if hung else 0
-        if failures and self.stop_at_failure:
-            self.stop()
-        elif self.timeouts[index] == GIVE_UP_AFTER:
-            self._give_up(index)
-
-    def _give_up(self, index: int) -> None:
-        why = ("timeout", f"not called: {GIVE_UP_AFTER} calls in a row had overrun the limit")
-        given_up = [chunk for chunk in self.queue if chunk[0].function == index]
-        self.queue = deque(chunk for chunk in self.queue if chunk[0].function != index)
-        for row in (row for chunk in given_up for call in chunk for row in call.rows):
-            self.outcomes[index][row] = self._failure(index, row, why)
-
-    def _entry(self, index: int, row: int) -> float | CallFailure:
-        entry = self.outcomes[index][row]
-        if entry is None:
-            return self._failure(index, row, ("skipped", "not called, since another call had failed"))
-        return entry
-
-    def _failure(self, index: int, row: int, why: tuple[str, str]) -> CallFailure:
-        return CallFailure(self.functions[index].name, self.samples[row].name, *why)
+    def _why(self, index: int) -> tuple[str, str]:
+        """Why a call was not made."""
+        if index in self._given_up:
+            return ("timeout", f"not called: {GIVE_UP_AFTER} calls in a row had overrun the limit")
+        return ("skipped", "not called, since another call had failed")
 
 
 def check_functions(functions: Sequence[RewardFunctionConfig], env: Mapping[str, str] | None = None) -> None:

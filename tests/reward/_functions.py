@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import pickle
+import struct
 import subprocess
 import sys
 import threading
@@ -37,6 +39,76 @@ def meet(mine: Path, theirs: Path) -> None:
             return
         time.sleep(0.01)
     raise TimeoutError(f"{mine.name} has begun, but {theirs.name} has not")
+
+
+def _write_into_sockets(data: bytes | None) -> None:
+    """Into every socket of this process, as a function that looks for the pool's connection could; None closes them."""
+    for fd in range(3, 64):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                os.close(fd) if data is None else os.write(fd, data)
+        except OSError:
+            pass
+
+
+class _RunsWhenUnpickled:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.path),)
+
+
+def _harmful(path: list[str]) -> bytes:
+    pickled = pickle.dumps(_RunsWhenUnpickled("".join(path)))
+    return struct.pack("!i", len(pickled)) + pickled
+
+
+class _Odd(float):
+    """A number that can't be looked at."""
+
+    what = "float"
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+    def __float__(self) -> float:
+        if self.what == "float":
+            raise RuntimeError("no float")
+        return 1.0
+
+
+class _OddError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no str")
+
+
+class _OddClass:
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("no class")
+
+    def __repr__(self) -> str:
+        return "half a pair: \ud800"
+
+
+def _odd(what: str) -> Any:
+    match what:
+        case "large":
+            return 10**400
+        case "larger":
+            return 10**5000
+        case "float":
+            return _Odd()
+        case "repr":
+            return [_Odd()]
+        case "class":
+            return _OddClass()
+        case "error":
+            raise _OddError
+        case "surrogate":
+            raise ValueError("half a pair: \ud800")
+    raise AssertionError(what)
 
 
 def by_response(response: str) -> Any:
@@ -88,6 +160,32 @@ def by_response(response: str) -> Any:
             child = subprocess.Popen(["sleep", "3600"]).pid
             Path(file).write_text(f"{os.getpid()} {child}")
             os._exit(3)
+        case ["double-fork", file]:
+            first = os.fork()
+            if first == 0:
+                os.setsid()
+                if os.fork() > 0:
+                    os._exit(0)
+                os.setsid()
+                Path(file).write_text(str(os.getpid()))
+                time.sleep(3600)
+            os.waitpid(first, 0)
+            while not (Path(file).exists() and Path(file).read_text()):
+                time.sleep(0.01)
+            return 1.0
+        case ["flood", mebibytes]:
+            print("the first line")
+            for _ in range(int(mebibytes)):
+                sys.stdout.write("x" * (1 << 20) + "\n")
+            print("the last line")
+            return 1.0
+        case ["connection", what, *path]:
+            _write_into_sockets(
+                {"close": None, "pickle": _harmful(path), "text": b"hello\n", "forged": b"[0, [9.0]]\n"}[what]
+            )
+            return 1.0
+        case ["odd", what]:
+            return _odd(what)
         case ["print", lines]:
             for line in range(int(lines)):
                 print("noise", line)
@@ -120,6 +218,8 @@ def batch_of(responses: list[str], what: str) -> Any:
         return 1.0
     if what == "one none":
         return [None, *[1.0] * (len(responses) - 1)]
+    if what.startswith("odd"):
+        return [_odd(what.split()[1]), *[1.0] * (len(responses) - 1)]
     if what == "numpy":
         import numpy as np
 

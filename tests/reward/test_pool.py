@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from configs.schema import RewardFunctionConfig
+from reward.function_worker import LOG_LIMIT
 from reward.pool import GIVE_UP_AFTER, CallFailure, FunctionPool, FunctionSample, PoolError, check_functions
 
 LIMIT = 0.5
@@ -124,6 +125,16 @@ class TestFailures:
             ("give nan", "not_finite", "returned nan"),
             ("give inf", "not_finite", "returned inf"),
             ("give -inf", "not_finite", "returned -inf"),
+            ("odd large", "not_finite", r"returned 1000.*\(int\), which is infinite as a float"),
+            ("odd larger", "not_finite", r"a value whose repr raises ValueError \(int\)"),
+            ("odd float", "type", r"(?s)whose repr raises RuntimeError \(_Odd\), which can't be read .* no float"),
+            ("odd repr", "type", r"a value whose repr raises RuntimeError \(list\); it must return a number"),
+            ("odd class", "type", r"(?s)half a pair: \\ud800 \(_OddClass\), which can't be read .* no class"),
+            ("odd error", "raised", "_OddError"),
+            ("odd surrogate", "raised", r"half a pair: \\ud800"),
+            ("connection close", "died", "its process"),
+            ("connection text", "died", "wrote something that is no outcome into its connection"),
+            ("connection pickle", "died", "wrote something that is no outcome into its connection"),
         ],
     )
     def test_a_function_that_misbehaves(self, shared: FunctionPool, response: str, kind: str, message: str) -> None:
@@ -181,6 +192,22 @@ class TestFailures:
             assert {"raised", "skipped"} == set(kinds(results))
             assert pool.score(samples("give 1"))["f"] == [1.0]
 
+    def test_bytes_written_into_the_pools_connection_are_not_unpickled(self, tmp_path) -> None:
+        trap = tmp_path / "trap"
+        results = score(function("by_response"), f"connection pickle {trap}", "give 2")
+        assert kinds(results) == ["died", 2.0]
+        assert not trap.exists()
+
+    def test_a_forged_answer_is_not_taken_for_the_next_calls(self) -> None:
+        with FunctionPool([function("by_response")]) as pool:
+            pool.score(samples("connection forged"))
+            assert pool.score(samples("give 2"))["f"] == [2.0]
+
+    @pytest.mark.parametrize("what", ["float", "repr", "class", "large"])
+    def test_a_list_with_something_odd_in_it(self, what: str) -> None:
+        results = score(function("batch_of", params={"what": f"odd {what}"}), "a", "b")
+        assert kinds(results) == ["not_finite" if what == "large" else "type", 1.0]
+
     def test_a_worker_that_died_between_steps_is_replaced(self) -> None:
         with FunctionPool([function("by_response")]) as pool:
             assert pool.score(samples("give 1"))["f"] == [1.0]
@@ -198,6 +225,26 @@ class TestProcesses:
         worker, child = map(int, file.read_text().split())
         assert is_gone(worker)
         assert is_gone(child)
+
+    @pytest.mark.parametrize("then", ["exit 0", "sleep", "give 1"])
+    def test_a_double_fork_in_sessions_of_its_own_ends_with_its_worker(self, tmp_path, then: str) -> None:
+        file = tmp_path / "pid"
+        results = score(function("by_response", timeout_s=3.0), f"double-fork {file}", then)
+        assert kinds(results) == [1.0, {"exit 0": "died", "sleep": "timeout", "give 1": 1.0}[then]]
+        assert is_gone(int(file.read_text()))
+
+    def test_a_killed_owner_leaves_no_double_fork_behind(self, tmp_path) -> None:
+        file = tmp_path / "pid"
+        program = (
+            "from tests.reward.test_pool import *\n"
+            f"FunctionPool([function('by_response', timeout_s=60.0)]).score(samples('double-fork {file}', 'sleep'))\n"
+        )
+        owner = subprocess.Popen([sys.executable, "-c", program])
+        while not file.exists() or not file.read_text():
+            time.sleep(0.05)
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        assert is_gone(int(file.read_text()))
 
     def test_a_forked_child_that_returns_does_not_answer_for_the_function(self, tmp_path) -> None:
         file = tmp_path / "pid"
@@ -243,6 +290,16 @@ class TestProcesses:
         assert "noise 4999" in results[1].message
         assert "noise" not in "".join(capfd.readouterr())
 
+    def test_a_log_has_a_limit_and_keeps_its_beginning_and_its_end(self, tmp_path) -> None:
+        config = function("by_response", timeout_s=60.0)
+        assert score(config, "print 1", "flood 40", "flood 40", log_dir=tmp_path) == [1.0] * 3
+        log = (tmp_path / "reward-functions-0.log").read_bytes()
+        assert LOG_LIMIT // 2 < len(log) <= LOG_LIMIT + (1 << 16)
+        assert log.startswith(b"noise 0")
+        assert b"the first line" in log
+        assert b"output is missing here: a log takes 8 MiB" in log
+        assert log.endswith(b"the last line\n")
+
     def test_strings_hash_alike_in_every_worker(self, tmp_path) -> None:
         (tmp_path / "hashes.py").write_text("def h(response): return hash(response) % 1000\n")
         config = function(f"{tmp_path / 'hashes.py'}:h")
@@ -256,7 +313,7 @@ class TestLoading:
             ("import no_such_module", "No module named 'no_such_module'"),
             ("def other(response): return 1", "has no function 'f'"),
             ("raise SystemExit", "SystemExit"),
-            ("import os; os._exit(4)", "exited with code 4 while it loaded them"),
+            ("import os; os._exit(4)", "exited with code 4"),
         ],
     )
     def test_a_function_that_cannot_be_loaded_is_found_before_anything_starts(
