@@ -27,7 +27,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 import psutil
 
@@ -36,8 +35,9 @@ NAMES = ("first", "second")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PREFIX_LENGTH = 24
 INTERFACE = "eth0"
-_NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 PATIENCE_S = 30.0
+"""Longest wait for the cable, and for an end that was asked for."""
+_NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 
 
 class NotAllowed(RuntimeError):
@@ -48,7 +48,10 @@ class Machine:
     """One of the two."""
 
     def __init__(self, name: str, address: str, pid: int) -> None:
-        """Args: pid: of process 1 as this machine sees it."""
+        """
+        Args:
+            pid: its process 1, as it is numbered here.
+        """
         self.name = name
         self.address = address
         self.pid = pid

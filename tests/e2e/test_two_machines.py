@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.e2e import runs
-from tests.two_machines import ADDRESSES, Machine, NotAllowed, two_machines
+from tests.two_machines import ADDRESSES, Machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
@@ -30,17 +30,6 @@ ON_FIRST, ON_SECOND = {"trainer-0", "rollout-0"}, {"trainer-1", "rollout-1"}
 RAY = (f"launcher.ray_address={ADDRESSES[0]}:{RAY_PORT}",)
 Machines = tuple[Machine, Machine]
 Start = Callable[..., list[subprocess.Popen[str]]]
-
-
-@pytest.fixture
-def machines() -> Iterator[Machines]:
-    try:
-        context = two_machines()
-        made = context.__enter__()
-    except NotAllowed as error:
-        pytest.skip(str(error))
-    yield made
-    context.__exit__(None, None, None)
 
 
 @pytest.fixture
@@ -159,7 +148,6 @@ def test_a_killed_machine_is_named_and_nothing_of_the_run_is_left(machines, star
     wait_until(lambda: has_steps(run), processes)
     machines[1].kill()
     said = ends(processes)
-    print(said[0][-3000:])
     assert "trainer-1" in said[0] or "rollout-1" in said[0]
     assert_left(machines[0], before)
     assert_left(machines[1], set())
@@ -172,7 +160,6 @@ def test_a_stopped_worker_of_the_other_machine_is_named_after_its_silence(machin
     wait_until(lambda: has_steps(run), processes)
     workers(machines[1])["rollout-1"].send_signal(signal.SIGSTOP)
     said = ends(processes)
-    print(said[0][-3000:])
     assert "rollout-1" in said[0]
     for machine, own in zip(machines, before, strict=True):
         assert_left(machine, own)
