@@ -32,6 +32,7 @@ EXTRAS = {
         "pytest>=8.3",
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",
+        "pyroute2==0.9.7",  # networks of tests/two_machines.py
         "ruff==0.17.6",
         "mypy==2.4.1",
         "types-tqdm",

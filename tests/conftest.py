@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from tests import engine_lab
 from tests.local_launcher import LocalLauncher
+from tests.two_machines import Machine, NotAllowed, two_machines
 from workers.launch.group import WorkerGroup
 from workers.vllm_process import PRELOAD
 
@@ -55,3 +57,14 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     """Directory and transformers model of a random policy with tied embeddings."""
     path = tmp_path_factory.mktemp("policy")
     return str(path), engine_lab.make_policy(path)
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[Machine, Machine]]:
+    """Two machines with a network of their own; skips with the reason where they can't be made."""
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(two_machines())
+        except NotAllowed as error:
+            pytest.skip(str(error))
+        yield made

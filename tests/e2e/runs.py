@@ -12,6 +12,7 @@ from typing import Any
 
 from determinism.compare import Comparison, compare_runs
 from determinism.runs import load_run
+from tests.two_machines import ADDRESSES, Machine
 
 MICRO = ("experiment=micro", "full_determinism=true", "trainer.validate_every=2", "trainer.validate_at_start=true")
 LAUNCHERS = {
@@ -22,6 +23,13 @@ LAUNCHERS = {
         *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes={ranks}", "--num_machines=1"),
         *("--mixed_precision=no", "--dynamo_backend=no", "-m", "trainer.main_ppo"),
     ),
+    **{
+        f"torchrun, machine {i}": (
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={i}", "--nproc-per-node=1"),
+            *(f"--master-addr={ADDRESSES[0]}", "--master-port=29400", "-m", "trainer.main_ppo"),
+        )
+        for i in range(2)
+    },
 }
 
 
@@ -43,11 +51,17 @@ def command(run_dir: Path, overrides: Sequence[str], launcher: str, ranks: int) 
 
 
 def start(
-    run_dir: Path, *overrides: str, launcher: str = "ray", ranks: int = 1, **kwargs: Any
+    run_dir: Path,
+    *overrides: str,
+    launcher: str = "ray",
+    ranks: int = 1,
+    machine: Machine | None = None,
+    **kwargs: Any,
 ) -> subprocess.Popen[str]:
-    """Start a run in a process group of its own; the caller waits or kills."""
+    """Start a run in a process group of its own, on this machine or another; the caller waits or kills."""
+    words = command(run_dir, overrides, launcher, ranks)
     return subprocess.Popen(
-        command(run_dir, overrides, launcher, ranks),
+        words if machine is None else machine.command(words),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
