@@ -96,7 +96,9 @@ def test_episodes_come_in_canonical_order_and_each_is_handed_out_once_when_it_fi
     for worker in reversed(range(replicas)):
         group.answer(worker)
     episodes = generating.result()
-    assert [episode.key for episode in episodes] == [SampleKey(task, sample) for task in range(40) for sample in range(3)]
+    assert [episode.key for episode in episodes] == [
+        SampleKey(task, sample) for task in range(40) for sample in range(3)
+    ]
     assert [episode.response_ids for episode in episodes] == [(i,) for i in range(120)]
     assert {episode.weight_version for episode in episodes} == {3}
     assert early != episodes
