@@ -63,11 +63,12 @@ def unpack(header: bytes | memoryview, buffers: Iterable[Any]) -> Any:
 class Blob:
     """A packed value, made here (`Blob(value)`) or received; it can be opened, and sent on as it is. `close` frees it."""
 
+    data: bytes | bytearray | None = None
+    fd: int | None = None
+
     def __init__(self, value: Any) -> None:
         packed = value if isinstance(value, Packed) else pack(value)
         self.size = _blob_size(packed)
-        self.data: bytes | bytearray | None = None
-        self.fd: int | None = None
         if self.size <= INLINE_LIMIT:
             self.data = b"".join(_pieces(packed))
         else:
