@@ -53,6 +53,7 @@ class WorkerGroup:
         self._here: Hosted | None = None
         self._here_start_s = 0.0
         self._closed = False
+        self._start_failure: WorkerError | None = None
 
     @property
     def start_s(self) -> list[float]:
@@ -68,8 +69,11 @@ class WorkerGroup:
         """Wait until every worker is built.
 
         Raises:
-            WorkerError: one could not be built, or not in time; nothing of the group is left running.
+            WorkerError: one could not be built, or not in time; nothing of the group is left running. The same one every time: the others
+                were only ended.
         """
+        if self._start_failure is not None:
+            raise self._start_failure
         try:
             make = self._make_here
             if make is not None and self._here is None:
@@ -77,7 +81,9 @@ class WorkerGroup:
                 self._here = self._locally("its start", lambda: Hosted(make), self._readiness())
                 self._here_start_s = time.monotonic() - start
             _results(self._readiness())
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, WorkerError):
+                self._start_failure = error
             self.close()
             raise
 
