@@ -16,6 +16,7 @@ import math
 import os
 import secrets
 import selectors
+import signal
 import socket
 import struct
 import threading
@@ -156,6 +157,13 @@ class Line:
                 self.failure = "\n".join(part for part in parts if part)
         for future in [self.ready, *(future for future, _ in pending.values())]:
             _fail(future, self.failure)
+
+    def kill(self) -> None:
+        """SIGKILL to a worker that is given up, if it is on this machine: others may wait for it in a collective, and hear of its end."""
+        if self._channel is not None and self._channel.sock.family == socket.AF_UNIX:
+            with contextlib.suppress(OSError):
+                credentials = self._channel.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                os.kill(struct.unpack("3i", credentials)[0], signal.SIGKILL)
 
     def check_start(self) -> None:
         """Notice a worker that is not built in time, or whose process ended before it could connect."""
@@ -336,6 +344,7 @@ class Switchboard:
         line.lose(
             f"has given no sign of life for {self._silence_s:g} s (launcher.silence_s): its process is stopped, or its machine is gone"
         )
+        line.kill()
 
     def _drop(self, line: Line) -> None:
         if line._channel is not None:

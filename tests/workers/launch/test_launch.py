@@ -185,6 +185,14 @@ def test_a_killed_rank_ends_the_run(start, tmp_path, launcher, rank):
         assert f"trainer-1 (pid {pids['ranks'][1]}) was killed by SIGKILL" in run.output
 
 
+def test_a_stopped_rank_is_named_although_the_driver_is_in_a_collective_with_it(start, tmp_path):
+    run = start("torchrun", tmp_path, "stuck", COLLECTIVE="1", SILENCE_S="3")
+    pids = run.pids()
+    os.kill(pids["ranks"][1], signal.SIGSTOP)
+    run.assert_ended(pids, time.monotonic())
+    assert f"trainer-1 (pid {pids['ranks'][1]}) has given no sign of life for 3 s" in run.output
+
+
 @pytest.mark.parametrize(
     ("launcher", "signum", "collective"),
     [

@@ -72,6 +72,7 @@ def main() -> int:
     config.launcher.ray_num_cpus = 4
     config.launcher.device = "cpu"
     config.launcher.timeout_s = 120.0
+    config.launcher.silence_s = float(os.environ.get("SILENCE_S", "60"))
     config.rollout.replicas = 3
     launcher = make_launcher(config, run_dir, ["workers.launch.distributed", "decimal"])
     try:
