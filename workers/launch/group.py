@@ -12,7 +12,10 @@ trainer group in its own process.
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -30,6 +33,9 @@ WorkerFactory = Callable[[], Any]
 """Picklable; called in the worker's own process."""
 ROOT_CAUSE_S = 3.0
 """How long the driver's own worker, when it fails, waits for another's failure that may be the cause: a broken collective says nothing."""
+
+UNSTUCK_S = 20.0
+"""How long the driver's own worker may go on when another has failed: it may be in a collective that never ends (a machine is gone)."""
 
 
 class WorkerGroup:
@@ -155,6 +161,9 @@ class WorkerGroup:
 
     def _locally(self, method: str, function: Callable[[], T], others: Sequence[Future[Any]]) -> T:
         """Do the driver's own share; when it fails, another worker's failure that came before is the one to tell."""
+        returned = threading.Event()
+        if others:
+            threading.Thread(target=_end_if_stuck, args=(others, returned), name="own-share", daemon=True).start()
         try:
             return function()
         except Exception as error:
@@ -164,6 +173,17 @@ class WorkerGroup:
                     raise cause from None
             text = f"{self.name}-0 (pid {os.getpid()}) raised in {method}\n{traceback_text(error)}"
             raise WorkerError(text) from error
+        finally:
+            returned.set()
+
+
+def _end_if_stuck(others: Sequence[Future[Any]], returned: threading.Event) -> None:
+    """When another worker fails and this process does not come back from its own share: tell why, and end it as from outside."""
+    done, _ = wait(others, return_when=FIRST_EXCEPTION)
+    error = next((error for future in done if (error := future.exception()) is not None), None)
+    if error is not None and not returned.wait(UNSTUCK_S):
+        print(f"exactrl: {error}", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _results(futures: Sequence[Future[T]]) -> list[T]:

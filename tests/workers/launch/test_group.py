@@ -256,3 +256,31 @@ def test_what_a_stopped_worker_leaves_behind_ends_although_its_parent_is_killed_
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
     assert gone(pids, within_s=5.0)
+
+
+STUCK = """
+    import threading
+    from tests.workers.launch.toy import HalfStuck
+    from workers.launch import group as module
+    from workers.launch.service import Service, connect
+    from workers.launch.switchboard import Line, Switchboard
+    from workers.launch.transport import Blob
+
+    module.UNSTUCK_S = 1.0
+    board = Switchboard(0)
+    line = board.expect(Line("trainer-1", lambda patience_s: ("", ""), 30.0))
+    line.build(Blob(HalfStuck))
+    threading.Thread(target=lambda: Service(connect(board.addresses, board.key, "trainer-1")).serve(), daemon=True).start()
+    trainers = module.WorkerGroup("trainer", [line], board.close, here=HalfStuck)
+    print(trainers.run("echo", [1, 2]), flush=True)
+    trainers.run("work", [True, False])
+"""
+
+
+def test_a_driver_that_is_stuck_in_its_own_share_ends_with_the_failure_of_another(tmp_path):
+    command = program(tmp_path, STUCK)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
+    assert done.stdout == "[1, 2]\n"
+    assert done.returncode == -signal.SIGTERM
+    assert "exactrl: trainer-1 (pid " in done.stderr
+    assert "ValueError: half of us" in done.stderr

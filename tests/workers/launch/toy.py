@@ -188,6 +188,15 @@ def _refuse_to_be_read() -> None:
     raise LookupError("not here")
 
 
+class HalfStuck(Toy):
+    """A collective that never ends, which another worker has left."""
+
+    def work(self, stuck: bool) -> None:
+        if not stuck:
+            raise ValueError("half of us")
+        ctypes.CDLL(None).sleep(100)
+
+
 class Stubborn(Toy):
     """Does not end when it is asked to."""
 
