@@ -166,7 +166,9 @@ class WorkerGroup:
             threading.Thread(target=_end_if_stuck, args=(others, returned), name="own-share", daemon=True).start()
         try:
             return function()
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's checkpoints raise one that is no Exception
             wait(others, ROOT_CAUSE_S, FIRST_EXCEPTION)
             for future in others:
                 if future.done() and (cause := future.exception()) is not None:

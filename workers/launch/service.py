@@ -194,7 +194,9 @@ class Service:
     def _answer(self, good: tuple[Any, ...], bad: tuple[Any, ...], function: Callable[[], Any]) -> None:
         try:
             result = Blob(function())
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's checkpoints raise one that is no Exception
             self._send((*bad, traceback_text(error)))
             if self._engine is None and self._on_failure is not None:
                 self._on_failure()

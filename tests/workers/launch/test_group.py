@@ -18,7 +18,7 @@ import torch
 
 from tests.workers.launch.conftest import gone
 from tests.workers.launch.toy import Broken, Slow, Stubborn, Toy
-from workers.launch.group import WorkerError
+from workers.launch.group import WorkerError, WorkerGroup
 from workers.launch.node_host import import_path
 from workers.launch.service import BUSY
 
@@ -80,6 +80,14 @@ def test_an_exception_carries_the_workers_own_traceback_and_log_and_the_group_go
     assert "service.py" not in message
     with pytest.raises(WorkerError, match=r"(?s)ValueError: me.*the end of .*toy-0\.log\nabout to fail\n---"):
         toys.run("fail", message="me")
+    assert toys.run("part.double", [1, 2]) == [2, 4]
+
+
+def test_what_is_raised_need_not_be_an_exception(toys):
+    with pytest.raises(WorkerError, match=r"(?s)toy-\d .*toy\.py.*Unusual: no Exception"):
+        toys.run("fail_unusually")
+    with pytest.raises(WorkerError, match=r"(?s)trainer-0 .*toy\.py.*Unusual: no Exception"):
+        WorkerGroup("trainer", [], lambda: None, here=Toy).run("fail_unusually")
     assert toys.run("part.double", [1, 2]) == [2, 4]
 
 

@@ -22,6 +22,10 @@ class Part:
         return 2 * value
 
 
+class Unusual(BaseException):
+    """As torch's CheckpointException is."""
+
+
 class Toy:
     """Does a little of everything."""
 
@@ -59,6 +63,9 @@ class Toy:
     def fail(self, message: str) -> None:
         print("about to fail")
         raise ValueError(message)
+
+    def fail_unusually(self) -> None:
+        raise Unusual("no Exception")
 
     def fail_if(self, should: bool) -> str:
         if should:
