@@ -31,16 +31,7 @@ from benchmarks.throughput import compare  # noqa: E402
 
 # Work inside engines and models; the rest of a phase is transfer, waiting and bookkeeping. Of the scoring only what the step
 # waits for counts: the rest happens during the others.
-INSIDE = (
-    "begin",
-    "finished",
-    "generate",
-    "actor.logprobs",
-    "ref.logprobs",
-    "critic.values",
-    "critic.update",
-    "actor.update",
-)
+INSIDE = ("generate", "logprobs", "values", "update")
 
 
 class PeakMemory:
@@ -94,17 +85,16 @@ def run_training(run: Path, steps: int, overrides: Sequence[str]) -> tuple[float
 def start_alone(run: Path) -> float:
     """Seconds from starting a rollout engine's process until it could generate, with nothing else on the machine."""
     from configs.compose import from_yaml
-    from determinism.environment import process_env
     from trainer.build import rollout_engine
-    from workers.launch.processes import ProcessGroup
+    from workers.launch.launcher import make_launcher
 
     config = from_yaml(run / "config.yaml")
-    factory = rollout_engine(config, 64, "cpu")
+    config.launcher.name, config.launcher.num_ranks, config.launcher.device = "torchrun", 1, "cpu"
+    launcher = make_launcher(config, run)
     begin = time.perf_counter()
-    env = process_env(config.full_determinism, config.determinism.threads, "cpu")
-    group = ProcessGroup("alone", factory, 1, env, run / "logs")
+    launcher.engine_group("alone", rollout_engine(config, 64, "cpu"), 1).ready()
     seconds = time.perf_counter() - begin
-    group.close()
+    launcher.close()
     return seconds
 
 

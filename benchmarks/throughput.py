@@ -1,6 +1,6 @@
 """Rollout throughput against vLLM alone: the same requests, in turns, with nothing else at work.
 
-    ours     the run's engines and placement, as in a step: Rollout.generate -> ProcessGroup -> VLLMEngine, back to episodes
+    ours     the run's engines and placement, as in a step: Rollout.generate -> RolloutEngines -> VLLMEngine, back to episodes
     direct   stock vLLM in one process (stock_vllm.py)
 
 All start from the same model with cold prefix caches. One works while the others idle, round after round, so that a slow moment
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,9 +56,9 @@ def compare(run: Path, step: int, rounds: int = ROUNDS) -> dict[str, dict[str, A
     found: dict[str, list[Round]] = {}
     with ExitStack() as stack:
         sides: dict[str, Any] = {"direct": stack.enter_context(StockVLLM(work, run))}
-        sides["rollout"] = stack.enter_context(RolloutEngines(work, replicas, run / "logs"))
+        sides["rollout"] = stack.enter_context(RunsEngines(work, replicas, run))
         if replicas > 1:
-            sides["one replica"] = stack.enter_context(RolloutEngines(work, 1, run / "logs"))
+            sides["one replica"] = stack.enter_context(RunsEngines(work, 1, run))
         for _ in range(rounds + 1):
             for name, side in sides.items():
                 found.setdefault(name, []).append(side.serve())
@@ -87,53 +88,59 @@ class Work:
 
     def requests(self) -> list[GenerationRequest]:
         """As `Rollout.generate` makes them."""
-        from rollout.episodes import requests_for, seeds_are_derived
+        from rollout.episodes import requests_for
+        from rollout.sampling import seeds_are_derived
 
         rollout = self.config.rollout
         derived = seeds_are_derived(rollout)
         return requests_for(self.prompts, self.sampling, run_seed=rollout.seed, derive_seeds=derived, **self.asked)
 
 
-class RolloutEngines:
+class RunsEngines:
     """The run's rollout engines, child processes of this one."""
 
-    def __init__(self, work: Work, replicas: int, logs: Path) -> None:
-        from workers.launch.processes import ProcessGroup
-
-        from rollout.episodes import Rollout, seeds_are_derived
+    def __init__(self, work: Work, replicas: int, run: Path) -> None:
+        from rollout.engines import RolloutEngines
+        from rollout.episodes import Rollout
+        from rollout.sampling import seeds_are_derived
         from trainer.build import rollout_engine
+        from workers.launch.launcher import make_launcher
         from workers.models.pretrained import PretrainedFiles
 
         config = work.config
         self.work = work
         files = PretrainedFiles(config.model.path)
         self.weights = {name: files.tensor(name) for name in files.names()}
-        engine = rollout_engine(config, work.inputs.context, "cpu")
-        self.group = ProcessGroup(f"rollout-of-{replicas}", engine, replicas, work.env, logs)
+        alone = replace(config, launcher=replace(config.launcher, name="torchrun", num_ranks=1, device="cpu"))
+        self.launcher = make_launcher(alone, run)
+        group = self.launcher.engine_group(
+            f"rollout-of-{replicas}", rollout_engine(config, work.inputs.context, "cpu"), replicas
+        )
+        group.ready()
         self.rollout = Rollout(
-            self.group,
+            RolloutEngines(group, keep_groups=config.rollout.serialize_group_samples),
             work.inputs.train.codec.decode,
             config.rollout.seed,
             derive_seeds=seeds_are_derived(config.rollout),
-            keep_groups=config.rollout.serialize_group_samples,
         )
-        # With a reward model a step takes responses as they finish, to have them scored; here nobody scores them.
-        self.on_finished = (lambda episodes: None) if config.reward.model.path is not None else None
 
     def serve(self) -> Round:
         """One round, from prompts to episodes."""
         work = self.work
-        self.rollout.load_weights(self.weights, work.step - 1)  # clears the prefix caches, as before each step of a run
+        self.rollout.engines.load_weights(
+            self.weights, work.step - 1
+        )  # clears the prefix caches, as before each step of a run
+        self.rollout.engines.wait_for_weights()
         start = time.perf_counter()
-        episodes = self.rollout.generate(work.prompts, work.sampling, **work.asked, on_finished=self.on_finished)
+        episodes = self.rollout.generate(work.prompts, work.sampling, **work.asked)
         seconds = time.perf_counter() - start
         return Round(sum(len(episode.response_ids) for episode in episodes), seconds)
 
-    def __enter__(self) -> RolloutEngines:
+    def __enter__(self) -> RunsEngines:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.group.close()
+        self.launcher.close()
 
 
 class StockVLLM:

@@ -26,6 +26,7 @@ class LocalLauncher(Launcher):
     ) -> None:
         super().__init__(Switchboard(silence_s))
         self.board = self._board
+        self.logs = log_dir
         self.host = NodeHost(log_dir, "cpu", env, preload)
 
     def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:

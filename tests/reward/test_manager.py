@@ -2,7 +2,8 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +56,23 @@ def build() -> Iterator[Build]:
 
 
 class Replicas:
-    """A worker group in this process, of engines that score a conversation by what `value` says of its length."""
+    """A worker group in this process, of engines that score a conversation by what `value` says of its length.
+
+    Each engine works in a thread of its own, a conversation at a time.
+    """
 
     def __init__(self, size: int, value: Callable[[int], float] = float) -> None:
         self.size, self.value = size, value
-        self.received: list[list[list[int]]] = []
-        self.scored = 0
+        self.received: list[list[list[int]]] = [[] for _ in range(size)]
+        self._engines = [ThreadPoolExecutor(1) for _ in range(size)]
 
-    def run(self, method: str, sharded: Any = None, /, **common: Any) -> list[Any]:
-        assert method == "score"
-        assert len(sharded) == self.size
-        self.received = sharded
-        self.scored += sum(map(len, sharded))
-        return [[self.value(len(ids)) for ids in shard] for shard in sharded]
+    @property
+    def scored(self) -> int:
+        return sum(map(len, self.received))
+
+    def submit(self, worker: int, requests: Sequence[list[int]]) -> list[Future[float]]:
+        self.received[worker] += requests
+        return [self._engines[worker].submit(self.value, len(ids)) for ids in requests]
 
 
 MODEL = RewardModelConfig(path="model", weight=0.5, apply_chat_template=False)
@@ -129,22 +134,21 @@ class TestSum:
         engines = Replicas(1)
         manager = with_model(build, engines, function("length"))
         episodes = group(" b", " b b", " b b b")
-        scoring = manager.begin()
-        assert scoring.add is not None
+        pending = manager.begin()
         for row in early:
-            scoring.add([episodes[row]])
-        scoring.complete(episodes)
-        assert manager.score(episodes, scoring) == with_model(build, Replicas(1), function("length")).score(episodes)
+            pending.add(episodes[row])
+        pending.complete(episodes)
+        assert manager.score(episodes, pending) == with_model(build, Replicas(1), function("length")).score(episodes)
         assert engines.scored == 3
 
     def test_a_conversation_that_several_samples_share_is_scored_once(self, build: Build) -> None:
         engines = Replicas(2)
         manager = with_model(build, engines)
-        scoring = manager.begin()
-        assert scoring.add is not None
+        pending = manager.begin()
         episodes = group(" b", " b b", " b", " b b b", " b b")
-        scoring.add(episodes[3:])
-        scores, _ = manager.score(episodes, scoring)
+        for episode in episodes[3:]:
+            pending.add(episode)
+        scores, _ = manager.score(episodes, pending)
         assert engines.scored == 3
         assert [score.total for score in scores] == [0.5 * engines.value(n) for n in (2, 3, 2, 4, 3)]
 
@@ -157,11 +161,11 @@ class TestSum:
             return 2.5
 
         manager = with_model(build, Replicas(1, value))
-        scoring = manager.begin()
-        scoring.complete(group("a"))  # would never return if it waited for the engine
+        pending = manager.begin()
+        pending.complete(group("a"))  # would never return if it waited for the engine
         assert begun.wait(30)
         done.set()
-        (score,), _ = manager.score(group("a"), scoring)
+        (score,), _ = manager.score(group("a"), pending)
         assert score.by_source["model"] == 2.5
 
     def test_an_engine_that_fails_ahead_is_reported_when_the_scores_are_asked_for(self, build: Build) -> None:
@@ -169,30 +173,18 @@ class TestSum:
             raise WorkerError("reward-0 was killed by SIGKILL")
 
         manager = with_model(build, Replicas(1, broken))
-        scoring = manager.begin()
-        scoring.complete(group("a"))
+        pending = manager.begin()
+        pending.complete(group("a"))
         with pytest.raises(WorkerError, match="reward-0"):
-            manager.score(group("a"), scoring)
+            manager.score(group("a"), pending)
 
-    def test_without_a_reward_model_nothing_can_be_scored_ahead(self, build: Build) -> None:
-        assert build(config(function("length"))).begin().add is None
-
-    def test_every_rank_sees_what_the_main_process_scored(self, build: Build) -> None:
-        box: list[Any] = []
-
-        class Rank:
-            def __init__(self, is_main: bool) -> None:
-                self.is_main = is_main
-
-            def on_main(self, function: Callable[[], Any]) -> Any:
-                if self.is_main:
-                    box.append(function())
-                return box[-1]
-
-        main = build(config(function("length")), launcher=Rank(True)).score(group("a", "bb"))
-        other = build(config(function("length")), launcher=Rank(False)).score(group("a", "bb"))
-        assert main == other
-        assert len(box) == 1
+    def test_without_a_reward_model_what_finishes_early_waits_for_the_whole_batch(self, build: Build) -> None:
+        manager = build(config(function("batch_rank")))
+        pending = manager.begin()
+        episodes = group("a", "bb", "ccc")
+        pending.add(episodes[2])
+        assert pending.functions is None
+        assert manager.score(episodes, pending) == build(config(function("batch_rank"))).score(episodes)
 
 
 class TestErrorPolicy:
@@ -389,12 +381,6 @@ class TestRefusals:
     def test_a_function_that_is_not_there_is_found_at_the_start(self, build: Build) -> None:
         with pytest.raises(PoolError, match="'f' cannot be used"):
             build(config(function("no_such_function"))).start()
-
-    def test_replicas_that_lose_scores(self, build: Build) -> None:
-        engines = Replicas(1)
-        engines.run = lambda *args, **kwargs: [[1.0]]  # type: ignore[method-assign]
-        with pytest.raises(RewardError, match="returned 1 scores for 2"):
-            with_model(build, engines).score(group("a", "a b"))
 
 
 def test_scores_are_plain_values(build: Build, tmp_path: Path) -> None:

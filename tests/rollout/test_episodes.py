@@ -1,13 +1,18 @@
 """Seeds and order of requests come from logical identity alone; episodes handed out early are those of the result."""
 
-from typing import Any
+import queue
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import pytest
 
 from configs.schema import RolloutConfig
-from rollout.episodes import Rollout, requests_for, seeds_are_derived
+from rollout.engines import RolloutEngines
+from rollout.episodes import Rollout, requests_for
 from rollout.routing import assign
-from rollout.types import Episode, Generation, GenerationRequest, Prompt, Sampling
+from rollout.sampling import seeds_are_derived
+from rollout.types import Episode, Generation, GenerationRequest, Prompt, SampleKey, Sampling
+from workers.launch.group import WorkerError
 
 SAMPLING = Sampling(max_new_tokens=4, temperature=1.0)
 
@@ -56,52 +61,83 @@ def test_full_determinism_includes_deterministic_sampling(full, sampling, derive
     assert seeds_are_derived(config) is derived
 
 
-class Backwards:
-    """A worker group in this process whose replicas finish their requests in reverse order."""
+class Replicas:
+    """A worker group in this process: it remembers what each replica was asked for, and answers when a test says so."""
 
-    def __init__(self, size: int, lost: int = 0) -> None:
-        self.size, self.lost = size, lost
-        self.left: list[list[GenerationRequest]] = []
-        self.asked: list[Any] = []
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.asked: list[list[tuple[GenerationRequest, Future[Generation]]]] = [[] for _ in range(size)]
 
-    def run(self, method: str, sharded: Any = None, /) -> list[Any]:
-        self.asked.append(sharded)
-        if method == "begin":
-            self.left = [list(share)[self.lost :] for share in sharded]
-            return [None] * self.size
-        if method == "generate":
-            return [[self.answer(request) for request in share] for share in sharded]
-        assert method == "finished"
-        taken = [
-            [left.pop() for _ in range(min(count, len(left)))] for left, count in zip(self.left, sharded, strict=True)
-        ]
-        return [[self.answer(request) for request in share] for share in taken]
+    def submit(self, worker: int, requests: Sequence[GenerationRequest]) -> list[Future[Generation]]:
+        made = [(request, Future()) for request in requests]
+        self.asked[worker] += made
+        return [future for _, future in made]
 
-    @staticmethod
-    def answer(request: GenerationRequest) -> Generation:
-        return Generation(request.key, (request.priority,), (-1.0,), "stop", 3)
+    def answer(self, worker: int, count: int | None = None) -> None:
+        """The replica's last requests are done, the last one first."""
+        for _ in range(len(self.asked[worker]) if count is None else count):
+            request, future = self.asked[worker].pop()
+            future.set_result(Generation(request.key, (request.priority,), (-1.0,), "stop", 3))
 
 
-def rollout(group: Backwards) -> Rollout:
-    return Rollout(group, lambda ids: " ".join(map(str, ids)), run_seed=1)
+def rollout(group: Replicas) -> Rollout:
+    return Rollout(RolloutEngines(group), lambda ids: " ".join(map(str, ids)), run_seed=1)  # type: ignore[arg-type]
+
+
+SETTINGS = {"n": 3, "split": "train", "step": 1}
+MANY = [Prompt(f"rows/{i}", "rows", (5,), "", ()) for i in range(40)]
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_what_is_handed_out_early_is_the_result_once(replicas):
+def test_episodes_come_in_canonical_order_and_each_is_handed_out_once_when_it_finishes(replicas):
     early: list[Episode] = []
-    many = [Prompt(f"rows/{i}", "rows", (5,), "", ()) for i in range(40)]
-    settings = {"n": 3, "split": "train", "step": 1}
-    group = Backwards(replicas)
-    streamed = rollout(group).generate(many, SAMPLING, **settings, on_finished=early.extend)
-    assert streamed == rollout(Backwards(replicas)).generate(many, SAMPLING, **settings)
-    assert early != streamed
-    assert sorted(early, key=lambda episode: episode.key) == streamed
-    if replicas == 1:
-        assert group.asked[1:] == [[60], [30], [16], [14]]
+    group = Replicas(replicas)
+    generating = rollout(group).start(MANY, SAMPLING, **SETTINGS, on_finished=early.append)
+    for worker in reversed(range(replicas)):
+        group.answer(worker)
+    episodes = generating.result()
+    assert [episode.key for episode in episodes] == [
+        SampleKey(task, sample) for task in range(40) for sample in range(3)
+    ]
+    assert [episode.response_ids for episode in episodes] == [(i,) for i in range(120)]
+    assert {episode.weight_version for episode in episodes} == {3}
+    assert early != episodes
+    assert sorted(early, key=lambda episode: episode.key) == episodes
 
 
-def test_a_request_that_is_lost_in_portions_is_named():
-    with pytest.raises(RuntimeError, match=r"missing: \(task 0, sample 0"):
-        rollout(Backwards(1, lost=1)).generate(
-            prompts(), SAMPLING, n=1, split="train", step=1, on_finished=lambda episodes: None
-        )
+def test_one_replica_does_not_wait_for_another():
+    early: queue.SimpleQueue[Episode] = queue.SimpleQueue()
+    group = Replicas(2)
+    generating = rollout(group).start(MANY, SAMPLING, **SETTINGS, on_finished=early.put)
+    share = len(group.asked[1])
+    group.answer(1)
+    assert len({early.get(timeout=30).key for _ in range(share)}) == share
+    group.answer(0)
+    assert len(generating.result()) == 120
+
+
+def test_an_engine_that_fails_is_told_although_others_never_answer():
+    group = Replicas(2)
+    generating = rollout(group).start(MANY, SAMPLING, **SETTINGS)
+    group.asked[1][5][1].set_exception(WorkerError("rollout-1 was killed"))
+    with pytest.raises(WorkerError, match="rollout-1 was killed"):
+        generating.result()
+
+
+def test_what_the_receiver_of_early_episodes_raises_is_raised_by_the_result():
+    def refuse(episode: Episode) -> None:
+        raise LookupError(f"no place for {episode.text}")
+
+    group = Replicas(1)
+    generating = rollout(group).start(MANY, SAMPLING, **SETTINGS, on_finished=refuse)
+    group.answer(0, 1)
+    with pytest.raises(LookupError, match="no place for 119"):
+        generating.result()
+
+
+def test_the_answer_to_another_request_is_refused():
+    group = Replicas(1)
+    generating = rollout(group).start(MANY, SAMPLING, **SETTINGS)
+    group.asked[0][0][1].set_result(Generation(SampleKey(7, 1), (1,), (-1.0,), "stop", 3))
+    with pytest.raises(RuntimeError, match=r"task=0, sample=0.* was asked for, and the engine answered .*task=7"):
+        generating.result()

@@ -1,4 +1,4 @@
-"""Placement is a pure function of the identities, and gathering accepts exactly what was asked for."""
+"""Placement is a pure function of the identities."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rollout.routing import assign, gather
-from rollout.types import Generation, GenerationRequest, SampleKey, Sampling
+from rollout.routing import assign
+from rollout.types import GenerationRequest, SampleKey, Sampling
 
 SAMPLING = Sampling(max_new_tokens=4, temperature=1.0)
 
@@ -19,10 +20,6 @@ SAMPLING = Sampling(max_new_tokens=4, temperature=1.0)
 def requests(tasks: int, samples: int) -> list[GenerationRequest]:
     keys = [SampleKey(task, sample) for task in range(tasks) for sample in range(samples)]
     return [GenerationRequest(key, (1, 2), seed=i, sampling=SAMPLING, priority=i) for i, key in enumerate(keys)]
-
-
-def generation(request: GenerationRequest) -> Generation:
-    return Generation(request.key, (1,), (-0.5,), "stop", 0)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 50])
@@ -84,30 +81,12 @@ def test_a_repeated_request_is_refused():
         assign([*batch, batch[1]], 2)
 
 
+def test_a_repeated_priority_is_refused():
+    first, second = requests(1, 2)
+    with pytest.raises(ValueError, match="the same priority"):
+        assign([first, replace(second, priority=first.priority)], 2)
+
+
 def test_no_replica_is_refused():
     with pytest.raises(ValueError, match=r"rollout\.replicas"):
         assign(requests(1, 1), 0)
-
-
-def test_answers_come_back_in_canonical_order_whatever_order_they_arrived_in():
-    batch = requests(4, 2)
-    answers = [[generation(r) for r in reversed(part)] for part in reversed(assign(batch, 3))]
-    assert gather(batch, answers) == [generation(r) for r in batch]
-
-
-def test_a_missing_answer_is_named():
-    batch = requests(2, 2)
-    with pytest.raises(RuntimeError, match=r"missing: \(task 1, sample 0, turn 0\)"):
-        gather(batch, [[generation(r) for r in batch if r.key != (1, 0, 0)]])
-
-
-def test_a_repeated_answer_is_named():
-    batch = requests(2, 2)
-    with pytest.raises(RuntimeError, match=r"returned twice: \(task 0, sample 1, turn 0\)"):
-        gather(batch, [[generation(r) for r in batch], [generation(batch[1])]])
-
-
-def test_a_foreign_answer_is_named():
-    batch = requests(2, 2)
-    with pytest.raises(RuntimeError, match=r"never asked for: \(task 1, sample 1, turn 0\)"):
-        gather(batch[:3], [[generation(r) for r in batch]])

@@ -15,12 +15,8 @@ import pytest
 from trainer.checkpoint import CheckpointError, CheckpointStore, SaveError, write_checkpoint
 
 
-def here(function):
-    return function()
-
-
 def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> None:
-    write_checkpoint(store, step, {"step": step}, lambda path: (path / "shard.bin").write_bytes(content) and None, here)
+    write_checkpoint(store, step, {"step": step}, lambda path: (path / "shard.bin").write_bytes(content) and None)
 
 
 def test_what_is_saved_is_found_whole(tmp_path):
@@ -81,7 +77,7 @@ def test_a_failing_worker_leaves_the_older_checkpoint_and_nothing_else(tmp_path)
         raise OSError("disk full")
 
     with pytest.raises(SaveError, match="step 2 could not be saved: disk full; the checkpoint of step 1 is intact"):
-        write_checkpoint(store, 2, {}, fail, here)
+        write_checkpoint(store, 2, {}, fail)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     assert store.find().step == 1
 
@@ -99,7 +95,7 @@ def workers(path):
 if sys.argv[2] == "limit":
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-write_checkpoint(store, 2, {}, workers, lambda f: f())
+write_checkpoint(store, 2, {}, workers)
 """
 
 

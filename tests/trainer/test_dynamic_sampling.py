@@ -9,13 +9,13 @@ from rollout.episodes import requests_for
 from rollout.types import Episode, Prompt, SampleKey, Sampling, Score
 from trainer.data.cursors import Source
 from trainer.data.sampler import PromptSampler
-from trainer.dynamic_sampling import ScoredBatch, fill_with_varied_groups
+from trainer.dynamic_sampling import RewardedBatch, fill_with_varied_groups
 
 ON = DynamicSamplingConfig(enable=True, max_rounds=4)
 DROPPED = None
 
 
-def batch(*groups: tuple[str, list[float | None]], errors: float = 0.0) -> ScoredBatch:
+def batch(*groups: tuple[str, list[float | None]], errors: float = 0.0) -> RewardedBatch:
     """Prompts by id with the rewards of their samples."""
     prompts = [Prompt(name, "rows", (1,), "", ()) for name, _ in groups]
     episodes = [
@@ -28,24 +28,24 @@ def batch(*groups: tuple[str, list[float | None]], errors: float = 0.0) -> Score
         for _, rewards in groups
         for reward in rewards
     ]
-    return ScoredBatch(prompts, episodes, scores, {"reward/errors": errors, "reward/total/mean": 9.0 + errors})
+    return RewardedBatch(prompts, episodes, scores, {"reward/errors": errors, "reward/total/mean": 9.0 + errors})
 
 
 class Rounds:
     """Gives prepared groups, and remembers what it was asked for."""
 
-    def __init__(self, *rounds: ScoredBatch) -> None:
+    def __init__(self, *rounds: RewardedBatch) -> None:
         self.rounds = list(rounds)
         self.asked: list[tuple[int, int]] = []
 
-    def __call__(self, count: int, requests: int) -> ScoredBatch:
+    def __call__(self, count: int, requests: int) -> RewardedBatch:
         self.asked.append((count, requests))
         given = self.rounds.pop(0)
         assert len(given.prompts) == count
         return given
 
 
-def ids(result: ScoredBatch) -> list[str]:
+def ids(result: RewardedBatch) -> list[str]:
     return [prompt.id for prompt in result.prompts]
 
 

@@ -85,7 +85,7 @@ def test_pasting_undoes_cutting():
     episodes = [episode(i, 0, [9] * (1 + i % 3), list(range(1, 2 + i))) for i in range(8)]
     tokens = Experience.from_episodes(episodes, scores(8), pad_id=0).tokens
     plan = LeafPlan.draw(tokens.lengths, FsdpConfig(leaf_size=2), run_seed=3, step=1)
-    leaves = plan.cut(tokens)
+    leaves = [tokens.select(rows) for rows in plan.rows]
     assert [len(leaf) for leaf in leaves] == [2, 2, 2, 2]
     width = tokens.input_ids.shape[1]
     assert torch.equal(plan.paste([leaf.input_ids for leaf in leaves], width), tokens.input_ids)
@@ -120,7 +120,7 @@ def test_leaves_that_do_not_divide_the_batch_are_refused():
 
 def test_an_all_masked_mini_batch_has_totals_of_one_so_its_loss_is_zero_not_nan():
     tokens = Experience.from_episodes([episode(0, 0, [9], [1])], scores(1, dropped=(0,)), pad_id=0).tokens
-    totals = loss_totals([tokens], max_response_tokens=4)
+    totals = loss_totals([tokens.mask], max_response_tokens=4)
     assert (totals.tokens, totals.sequences) == (1, 1)
 
 

@@ -45,6 +45,7 @@ def loop(tmp_path: Path, estimator: str, save_episodes: bool = False, rewards=No
     run = RunDirectory(tmp_path)
     run.open()
     parts = SimpleNamespace(
+        sampler=SimpleNamespace(),
         eos_ids=(0,),
         ledger=Ledger(tmp_path, "off"),
         record=Record(run, SimpleNamespace(), save_episodes, 0),

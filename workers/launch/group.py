@@ -12,7 +12,10 @@ trainer group in its own process.
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -30,6 +33,9 @@ WorkerFactory = Callable[[], Any]
 """Picklable; called in the worker's own process."""
 ROOT_CAUSE_S = 3.0
 """How long the driver's own worker, when it fails, waits for another's failure that may be the cause: a broken collective says nothing."""
+
+UNSTUCK_S = 20.0
+"""How long the driver's own worker may go on when another has failed: it may be in a collective that never ends (a machine is gone)."""
 
 
 class WorkerGroup:
@@ -53,6 +59,7 @@ class WorkerGroup:
         self._here: Hosted | None = None
         self._here_start_s = 0.0
         self._closed = False
+        self._start_failure: WorkerError | None = None
 
     @property
     def start_s(self) -> list[float]:
@@ -68,8 +75,11 @@ class WorkerGroup:
         """Wait until every worker is built.
 
         Raises:
-            WorkerError: one could not be built, or not in time; nothing of the group is left running.
+            WorkerError: one could not be built, or not in time; nothing of the group is left running. The same one every time: the others
+                were only ended.
         """
+        if self._start_failure is not None:
+            raise self._start_failure
         try:
             make = self._make_here
             if make is not None and self._here is None:
@@ -77,7 +87,9 @@ class WorkerGroup:
                 self._here = self._locally("its start", lambda: Hosted(make), self._readiness())
                 self._here_start_s = time.monotonic() - start
             _results(self._readiness())
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, WorkerError):
+                self._start_failure = error
             self.close()
             raise
 
@@ -154,15 +166,31 @@ class WorkerGroup:
 
     def _locally(self, method: str, function: Callable[[], T], others: Sequence[Future[Any]]) -> T:
         """Do the driver's own share; when it fails, another worker's failure that came before is the one to tell."""
+        returned = threading.Event()
+        if others:
+            threading.Thread(target=_end_if_stuck, args=(others, returned), name="own-share", daemon=True).start()
         try:
             return function()
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's checkpoints raise one that is no Exception
             wait(others, ROOT_CAUSE_S, FIRST_EXCEPTION)
             for future in others:
                 if future.done() and (cause := future.exception()) is not None:
                     raise cause from None
             text = f"{self.name}-0 (pid {os.getpid()}) raised in {method}\n{traceback_text(error)}"
             raise WorkerError(text) from error
+        finally:
+            returned.set()
+
+
+def _end_if_stuck(others: Sequence[Future[Any]], returned: threading.Event) -> None:
+    """When another worker fails and this process does not come back from its own share: tell why, and end it as from outside."""
+    done, _ = wait(others, return_when=FIRST_EXCEPTION)
+    error = next((error for future in done if (error := future.exception()) is not None), None)
+    if error is not None and not returned.wait(UNSTUCK_S):
+        print(f"exactrl: {error}", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _results(futures: Sequence[Future[T]]) -> list[T]:

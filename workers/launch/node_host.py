@@ -82,9 +82,10 @@ class NodeHost:
             patience_s: how long to wait for an end.
         """
         path = self._log_dir / f"{label}.log"
-        if label not in self._processes:
+        found = self._processes.get(label)  # `end` may take it out at any moment
+        if found is None:
             return self._failed.get(label, ""), log_tail(path)
-        process, start = self._processes[label]
+        process, start = found
         process.join(patience_s)
         code = process.exitcode
         if code == _SERVER_GONE and isinstance(process, ForkServerProcess):

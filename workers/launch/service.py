@@ -112,8 +112,6 @@ class Service:
         self._hosted: Hosted | None = None
         self._engine: Engine | None = None
         self._stopped = False
-        self.failed = False
-        """A call of a worker that takes no requests has raised."""
 
     def serve(self) -> None:
         """Answer until told to stop. An engine's requests are given up then.
@@ -200,12 +198,12 @@ class Service:
     def _answer(self, good: tuple[Any, ...], bad: tuple[Any, ...], function: Callable[[], Any]) -> None:
         try:
             result = Blob(function())
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's checkpoints raise one that is no Exception
             self._send((*bad, traceback_text(error)))
-            if self._engine is None:
-                self.failed = True
-                if self._on_failure is not None:
-                    self._on_failure()
+            if self._engine is None and self._on_failure is not None:
+                self._on_failure()
             return
         self._flush()
         self._channel.send(Blob(good), result)
@@ -240,18 +238,25 @@ def connect(addresses: Sequence[Address], key: bytes, label: str) -> Channel:
     raise ConnectionError(f"{label} can't reach the driver of the run: {'; '.join(problems)}")
 
 
-def beat(channel: Channel) -> None:
-    """Send signs of life from a thread of its own; once the driver is gone, nothing here has a use any more."""
+def beat(channel: Channel) -> threading.Event:
+    """Send signs of life from a thread of its own; once the driver is gone, nothing here has a use any more.
+
+    Returns:
+        To be set when the service has ended as it should: the driver may go then, and this process ends in its own time.
+    """
+    ended = threading.Event()
 
     def work() -> None:
-        while True:
+        while not ended.is_set():
             try:
                 channel.send(Blob(("beat",)))
             except OSError:
-                os._exit(1)
-            time.sleep(BEAT_S)
+                if not ended.is_set():
+                    os._exit(1)
+            ended.wait(BEAT_S)
 
     threading.Thread(target=work, name="heartbeat", daemon=True).start()
+    return ended
 
 
 def worker_process(

@@ -16,11 +16,13 @@ import math
 import os
 import secrets
 import selectors
+import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 LOOK_S = 2.0
 """How often processes that have not connected yet are looked at."""
+ADMIT_S = 10.0
+"""Longest time in which who connects has to prove that it knows the key and to say who it is."""
 BUILD = 0
 """The number of the reply to "build"; calls and requests count from 1."""
 
@@ -67,6 +71,7 @@ class Line:
         self._numbers = itertools.count(BUILD + 1)
         self._pending: dict[int, tuple[Future[Any], str]] = {}
         self._lock = threading.Lock()
+        self._losing = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -124,7 +129,8 @@ class Line:
         kind, *details = blobs[0].value()
         if kind == "ready":
             self.start_s = time.monotonic() - self._asked
-            self.ready.set_result(None)
+            with contextlib.suppress(InvalidStateError):  # it was given up meanwhile
+                self.ready.set_result(None)
         elif kind == "ok":
             self._resolve(details[0], blobs[1])
         elif kind == "done":
@@ -139,18 +145,25 @@ class Line:
         Args:
             what: how it was lost; empty when its line closed.
         """
-        if self.failure is not None:
-            return
-        ended, tail = self._describe_end(2.0)
-        with self._lock:
-            pending, self._pending = self._pending, {}
-            during = next((method for _, method in pending.values()), "its start" if not self.ready.done() else "")
-            while_at = f" during {during}" if during else ""
-            parts = [f"{self.name} {what or ended or 'closed its connection'}{while_at}", tail]
-            self.failure = "\n".join(part for part in parts if part)
+        with self._losing:  # who sends and who listens may notice it at the same time
+            if self.failure is not None:
+                return
+            ended, tail = self._describe_end(2.0)
+            with self._lock:
+                pending, self._pending = self._pending, {}
+                during = next((method for _, method in pending.values()), "its start" if not self.ready.done() else "")
+                while_at = f" during {during}" if during else ""
+                parts = [f"{self.name} {what or ended or 'closed its connection'}{while_at}", tail]
+                self.failure = "\n".join(part for part in parts if part)
         for future in [self.ready, *(future for future, _ in pending.values())]:
-            if not future.done():
-                future.set_exception(WorkerError(self.failure))
+            _fail(future, self.failure)
+
+    def kill(self) -> None:
+        """SIGKILL to a worker that is given up, if it is on this machine: others may wait for it in a collective, and hear of its end."""
+        if self._channel is not None and self._channel.sock.family == socket.AF_UNIX:
+            with contextlib.suppress(OSError):
+                credentials = self._channel.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                os.kill(struct.unpack("3i", credentials)[0], signal.SIGKILL)
 
     def check_start(self) -> None:
         """Notice a worker that is not built in time, or whose process ended before it could connect."""
@@ -165,12 +178,13 @@ class Line:
 
     def close(self) -> None:
         """Close the line; what is still asked fails."""
-        self.failure = self.failure or f"{self.label} was called after the group was closed"
+        with self._lock:
+            pending, self._pending = self._pending, {}
+            self.failure = f"{self.label} was called after the group was closed"
         if self._channel is not None:
             self._channel.close()
-        for future, _ in [*self._pending.values(), (self.ready, "")]:
-            if not future.done():
-                future.set_exception(WorkerError(self.failure))
+        for future in [self.ready, *(future for future, _ in pending.values())]:
+            _fail(future, f"{self.label} had not answered when the group was closed")
 
     def _expect(self, method: str) -> tuple[int, Future[Any]]:
         future: Future[Any] = Future()
@@ -201,16 +215,21 @@ class Line:
 
     def _refuse(self, number: int, text: str) -> None:
         if number == BUILD:
-            self.ready.set_exception(WorkerError(self._raised("its start", text)))
+            _fail(self.ready, self._raised("its start", text))
             return
         with self._lock:
             future, method = self._pending.pop(number, (None, ""))
         if future is not None:
-            future.set_exception(WorkerError(self._raised(method, text)))
+            _fail(future, self._raised(method, text))
 
     def _raised(self, method: str, text: str) -> str:
         _, tail = self._describe_end(0.0)
         return "\n".join(part for part in (f"{self.name} raised in {method}", text, tail) if part)
+
+
+def _fail(future: Future[Any], text: str) -> None:
+    with contextlib.suppress(InvalidStateError):  # it is done
+        future.set_exception(WorkerError(text))
 
 
 class Switchboard:
@@ -264,20 +283,27 @@ class Switchboard:
         while not self._closed:
             try:
                 connection = listener.accept()
-            except OSError:
-                continue  # one that went away, or the end
-            # Aside: a stranger who says nothing keeps nobody else waiting.
+            except Exception as error:  # one that went away: no reason to stop listening
+                if not self._closed:
+                    log.debug("a connection failed: %s", error)
+                    time.sleep(0.01)
+                continue
+            # Aside: a stranger who connects and says nothing must not keep the workers out.
             threading.Thread(target=self._admit, args=(connection,), name="admitting", daemon=True).start()
 
     def _admit(self, connection: Connection) -> None:
+        """Let in who proves to know the key, and says in time which worker it is."""
         try:
-            with connection:
+            with connection, socket.socket(fileno=os.dup(connection.fileno())) as raw:
+                _limit(raw, ADMIT_S)
                 deliver_challenge(connection, self.key)
                 answer_challenge(connection, self.key)
-                channel = Channel(socket.socket(fileno=os.dup(connection.fileno())))
-            channel.sock.settimeout(self._silence_s or None)
+                _limit(raw, 0)
+                channel = Channel(raw.dup())
+            channel.sock.settimeout(ADMIT_S)
             label, pid, host = channel.receive()[0].value()
             line = self._lines[label]
+            channel.sock.settimeout(self._silence_s or None)
         except Exception as error:
             log.debug("a connection was refused: %s", error)
             return
@@ -296,9 +322,9 @@ class Switchboard:
                 except (EOFError, OSError):
                     self._drop(line)
                     line.lose()
-                except Exception as error:  # this thread serves all the others, so nothing may end it
+                except Exception as error:  # of one worker; this thread goes on listening to the others
                     self._drop(line)
-                    line.lose(f"sent what can't be read: {type(error).__name__}: {error}")
+                    line.lose(f"sent what can't be read here ({type(error).__name__}: {error})")
             now = time.monotonic()
             # A driver that was itself stopped for a while has heard nobody, which is nobody's fault.
             elapsed, before = min(now - before, 2 * TICK_S), now
@@ -318,8 +344,15 @@ class Switchboard:
         line.lose(
             f"has given no sign of life for {self._silence_s:g} s (launcher.silence_s): its process is stopped, or its machine is gone"
         )
+        line.kill()
 
     def _drop(self, line: Line) -> None:
         if line._channel is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(line._channel)
+
+
+def _limit(sock: socket.socket, seconds: float) -> None:
+    """Longest wait of a blocking read or write, for code that knows no Python sockets; 0 is none."""
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))

@@ -170,20 +170,23 @@ def follow() -> int:
         return 1
     addresses = [tuple(address) if isinstance(address, list) else address for address in told["addresses"]]
     key = bytes.fromhex(told["key"])
+    ends = []
     if local_rank == 0:
         hosting = connect(addresses, key, f"host-{rank // per_node}")
-        beat(hosting)
+        ends.append(beat(hosting))
         threading.Thread(target=_serve_quietly, args=(Service(hosting),), name="node-host", daemon=True).start()
     channel = connect(addresses, key, f"trainer-{rank}")
-    beat(channel)
+    ends.append(beat(channel))
     service = Service(channel, on_failure=_leave_process_group)
     try:
         service.serve()
     except (EOFError, OSError):
         print(f"exactrl: rank {rank}: the driver (rank 0) is gone", flush=True)
         return 1
+    for end in ends:
+        end.set()  # the driver doesn't wait for this rank, whose exit code is nevertheless its own
     _leave_process_group()
-    return int(service.failed)
+    return 0  # what went wrong here the driver has been told; a code of our own would have torchrun kill it before it tells others
 
 
 def _serve_quietly(service: Service) -> None:

@@ -33,6 +33,9 @@ _MOST_FILES = 8
 class Blob:
     """A packed value, made here or received; it can be opened, and sent on as it is. `close` frees it."""
 
+    data: bytes | bytearray | None = None
+    fd: int | None = None
+
     def __init__(self, value: Any) -> None:
         """Pack `value`.
 
@@ -45,8 +48,6 @@ class Blob:
         parts = [stream.getvalue(), *(buffer.raw() for buffer in buffers)]
         table = struct.pack(f"<{1 + len(parts)}Q", len(parts), *(len(part) for part in parts))
         self.size = sum(_aligned(len(part)) for part in (table, *parts))
-        self.data: bytes | bytearray | None = None
-        self.fd: int | None = None
         if self.size <= INLINE_LIMIT:
             self.data = b"".join(bytes(part).ljust(_aligned(len(part)), b"\0") for part in (table, *parts))
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from configs.compose import load_config
 from configs.problems import ConfigError, UserError
 from configs.schema import Config
 from determinism.selfcheck import BROKEN, KEPT, LEVELS, UNCHECKED
+from rollout.types import GenerationRequest
 from tests import engine_lab
 from trainer.engine_check import (
     SHORT,
@@ -39,12 +41,18 @@ class LabGroup:
     def __init__(self, lab: Any, model: str, **options: Any) -> None:
         self.lab, self.model, self.options = lab, model, options
 
-    def run(self, method: str, sharded: Any = None, /, **common: Any) -> list[Any]:
-        if method == "facts":  # the lab's engines start when they are first asked
-            return [{}]
-        (asked,) = sharded
-        name = {"generate": "requests", "score": "token_ids"}[method]
-        return [getattr(self.lab, method)(model=self.model, **{name: asked}, **self.options)]
+    def ready(self) -> None:
+        """The lab's engines start when they are first asked."""
+
+    def submit(self, worker: int, requests: list[Any]) -> list[Future[Any]]:
+        futures: list[Future[Any]] = [Future() for _ in requests]
+        if isinstance(requests[0], GenerationRequest):
+            found = self.lab.generate(model=self.model, requests=requests, **self.options)
+        else:
+            found = self.lab.score(model=self.model, token_ids=requests, **self.options)
+        for future, result in zip(futures, found, strict=True):
+            future.set_result(result)
+        return futures
 
 
 def config_for(policy: str, reward: str | None = None) -> Config:
