@@ -232,6 +232,17 @@ def blocked_linear(matmul: MatMul) -> Linear:
     return call
 
 
+def flat_rows(linear: Linear) -> Linear:
+    """`linear` for x [..., K]: models that vLLM runs through transformers' code give their rows as [1, M, K]."""
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dim() == 2:
+            return linear(x, weight, bias)
+        return linear(x.reshape(-1, x.shape[-1]), weight, bias).unflatten(0, x.shape[:-1])
+
+    return call
+
+
 def is_row_invariant(make_linear: Callable[[Tensor], Linear], shape: tuple[int, int], dtype: torch.dtype) -> bool:
     """Self-test: whether one row has the same output bits at every tested batch size and position.
 
@@ -405,7 +416,7 @@ def _replace_linear(kernels: CpuKernels) -> None:
                 "(only plain matrices through oneDNN have), so level D3 cannot be kept. Set full_determinism=false"
             )
         make = _MAKERS[_mode_for(kernels, pack, layer.weight)]
-        layer.cpu_linear = make(pack(layer.weight))
+        layer.cpu_linear = flat_rows(make(pack(layer.weight)))
         if remove_weight:
             layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 

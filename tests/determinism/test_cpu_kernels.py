@@ -19,6 +19,7 @@ from determinism.cpu_kernels import (
     _token_by_token,
     blocked_linear,
     check_model,
+    flat_rows,
     install,
     is_row_invariant,
     padded_linear,
@@ -159,6 +160,21 @@ def test_another_vllm_is_refused_by_name():
 def test_an_unknown_linear_is_refused():
     with pytest.raises(ValueError, match="pad2"):
         install(linear="pad2")
+
+
+@pytest.mark.parametrize("make", [padded_linear, blocked_linear])
+def test_rows_in_a_batch_of_one_are_rows(make):
+    """GPT-NeoX's, for one, which vLLM runs through transformers' code."""
+    weight = torch.randn(5, 8)
+    linear = flat_rows(make(lambda x, bias: torch.nn.functional.linear(x, weight, bias)))
+    for shape in ((1, 7, 8), (1, 1, 8), (2, 3, 8), (4, 8)):
+        x = torch.randn(shape)
+        result = linear(x, weight, None)
+        assert result.shape == (*shape[:-1], 5)
+        assert torch.equal(
+            result.reshape(-1, 5),
+            make(lambda x, bias: torch.nn.functional.linear(x, weight, bias))(x.reshape(-1, 8), weight, None),
+        )
 
 
 def test_noise_is_a_function_of_seed_and_position_and_rewinds():
