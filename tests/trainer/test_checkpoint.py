@@ -156,7 +156,7 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path):
     store = CheckpointStore(tmp_path, 0, 0)
     save(store, 40)
     with pytest.raises(SaveError) as error:
-        write_checkpoint(store, 41, {}, lambda path: pytest.fail("written"), here, size=1 << 60)
+        write_checkpoint(store, 41, {}, lambda path: pytest.fail("written"), size=1 << 60)
     assert re.search(
         r"no space left on .*: 1152921504606\.8 MB needed, [0-9.]+ MB free; the checkpoint of step 40 is intact",
         str(error.value),
@@ -236,7 +236,7 @@ def test_every_damage_is_told_by_the_name_of_its_file(tmp_path, file, how):
         (path / ".metadata").write_bytes(b"where they lie")
 
     for step in (3, 6, 9):
-        write_checkpoint(store, step, {"step": step}, shards, here)
+        write_checkpoint(store, step, {"step": step}, shards)
     DAMAGE[how](tmp_path / "step_000006" / file)
     with pytest.raises(CheckpointError, match=rf"step_000006 is damaged: {re.escape(file)} .*run\.resume=3"):
         store.find(6)
