@@ -113,7 +113,7 @@ class TestTheRunsDate:
     def test_prompts_and_reward_inputs_carry_it(self, config, monkeypatch) -> None:
         from reward.model import reward_tokens
 
-        monkeypatch.setattr("trainer.build.check_reward_model", lambda path: None)  # there are tokenizers only
+        monkeypatch.setattr("trainer.build.check_models", lambda config, training: None)  # there are tokenizers only
         reward = "{{ 'a' if strftime_now('%Y') == '2020' else 'b' }}"
         asked = config(GUARDED, reward, "data.template_date=2020-01-02")
         inputs = load_inputs(asked)
