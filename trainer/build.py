@@ -126,13 +126,14 @@ def load_inputs(config: Config, training: bool = True) -> Inputs:
 
 
 def check_models(config: Config, training: bool) -> None:
-    """Refuse weight files that can't be read, and models that trainer and engines would not compute alike; from headers only.
+    """Refuse weight files that can't be read, models that trainer and engines would not compute alike, and types that this machine lacks.
 
     Raises:
         UserError: names the setting, the model and what is wrong with it.
     """
     from workers.models.policy import check_policy
     from workers.models.value import check_value
+    from workers.vllm_process import check_dtype
 
     def check(key: str, function: Callable[..., Any], *arguments: Any) -> None:
         try:
@@ -148,7 +149,10 @@ def check_models(config: Config, training: bool) -> None:
         check("ref.path", check_policy, config.ref.path, config.ref.fsdp.attention, trust)
     if "critic" in roles:
         check("critic.path", check_value, config.critic.path, config.critic.fsdp.attention, trust)
+    device = resolve_device(config.launcher.device)
+    check("rollout.dtype", check_dtype, config.rollout.dtype, device)
     if config.reward.model.path is not None:
+        check("reward.model.dtype", check_dtype, config.reward.model.dtype, device)
         check_reward_model(config.reward.model.path)
 
 

@@ -46,6 +46,19 @@ def check_engine_args(
         raise ValueError(str(problem))
 
 
+def check_dtype(dtype: str, device: str) -> None:
+    """Refuse a type that an engine can't compute in on this machine.
+
+    Raises:
+        ValueError: bfloat16 on a processor for which oneDNN has no bfloat16 (one without AVX-512).
+    """
+    import torch
+
+    if device == "cpu" and dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        capability = torch.backends.cpu.get_cpu_capability()
+        raise ValueError(f"bfloat16 needs a processor with AVX-512, and this one has {capability}; use float32")
+
+
 def common_arguments(
     model: str | Path, *, config: Any, max_model_len: int, full_determinism: bool, device: str
 ) -> dict[str, Any]:

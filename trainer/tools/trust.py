@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.limits import is_reference
-
 from configs.problems import UserError
+from configs.user_code import is_reference
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
