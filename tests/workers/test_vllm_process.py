@@ -14,5 +14,5 @@ def test_bfloat16_on_a_processor_without_it_is_refused_before_an_engine_starts(m
     if capable:
         check_dtype("bfloat16", "cpu")
     else:
-        with pytest.raises(ValueError, match="bfloat16 needs a processor with AVX-512.*use float32"):
+        with pytest.raises(ValueError, match=r"bfloat16 needs a processor with AVX-512.*use float32"):
             check_dtype("bfloat16", "cpu")
