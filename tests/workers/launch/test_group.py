@@ -78,7 +78,7 @@ def test_an_exception_carries_the_workers_own_traceback_and_log_and_the_group_go
     assert "ValueError: only one of us" in message
     assert "toy.py" in message
     assert "service.py" not in message
-    with pytest.raises(WorkerError, match=r"(?s)ValueError: me.*the end of .*toy-0\.log\nabout to fail\n---"):
+    with pytest.raises(WorkerError, match=r"(?s)ValueError: me.*the end of .*toy-\d\.log\nabout to fail\n---"):
         toys.run("fail", message="me")
     assert toys.run("part.double", [1, 2]) == [2, 4]
 

@@ -106,6 +106,13 @@ def start():
         run.clean_up()
 
 
+REFUSED = (
+    "many: 4 slots needed, 3 reserved",
+    "64 CPUs needed, 4 available on the Ray cluster",
+    "1 GPUs needed, 0 available on the Ray cluster",
+)
+
+
 @pytest.fixture(scope="module", params=["ray", "torchrun", pytest.param("accelerate", marks=pytest.mark.long)])
 def agreed(request, tmp_path_factory, start) -> tuple[str, dict[str, Any], Run]:
     """What the driver saw."""
@@ -119,6 +126,7 @@ def test_the_driver_sees_the_same_under_every_launcher(agreed):
     expected_hash = subprocess.run(
         [sys.executable, "-c", "print(hash('exactrl'))"], env={"PYTHONHASHSEED": "0"}, capture_output=True, text=True
     )
+    refused = seen.pop("refused", [])
     assert seen == {
         "sizes": [2, 3],
         "sharded": [100, 110],
@@ -136,6 +144,7 @@ def test_the_driver_sees_the_same_under_every_launcher(agreed):
         "large": [0.0, 1e6, 2e6],
         "failure": ["WorkerError", True, True],
     }
+    assert [words in text for words, text in zip(REFUSED, refused, strict=launcher == "ray")] == [True] * len(refused)
 
 
 def test_a_clean_end_is_a_quiet_one_and_every_rank_has_exit_code_0(agreed):

@@ -9,12 +9,16 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from configs.schema import Config
 from tests.workers.launch.toy import Toy, ToyEngine
 from workers.launch.group import deal, undeal
 from workers.launch.launcher import Launcher, make_launcher
+from workers.launch.ray_cluster import reserve
+from workers.launch.ray_launcher import RayLauncher
+from workers.launch.resources import Needs, ResourceError
 from workers.launch.torchrun_launcher import follow, follows
 
 
@@ -46,7 +50,21 @@ def agree(launcher: Launcher, ranks: int) -> dict[str, object]:
         engines.run("fail_if", [False, False, True])
     except Exception as error:
         seen["failure"] = [type(error).__name__, "engine-2" in str(error), "ValueError: only one of us" in str(error)]
+    if isinstance(launcher, RayLauncher):
+        seen["refused"] = [
+            refusal(lambda: launcher.engine_group("many", ToyEngine, 4)),
+            refusal(lambda: reserve(Needs(64, 1, 0, "a test"))),
+            refusal(lambda: reserve(Needs(1, 1, 1, "a test"))),
+        ]
     return seen
+
+
+def refusal(function: Callable[[], object]) -> str:
+    try:
+        function()
+    except ResourceError as error:
+        return str(error)
+    return "nothing was refused"
 
 
 def stuck(launcher: Launcher, ranks: int) -> dict[str, object]:
