@@ -341,7 +341,8 @@ class RewardModelConfig:
     gpu_memory_utilization: ShareAboveZero = 0.2
     """Share of a GPU's memory."""
     apply_chat_template: Bool = True
-    """Rebuild the conversation with the reward model's own chat template; false scores prompt text + response text."""
+    """Rebuild the conversation with the reward model's own chat template; false scores plain text: what the messages say, a line
+    break between them, and the response right after; never the policy's template or special tokens."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine; a key that a setting above owns is refused."""
     start_timeout_s: PositiveFloat = 300.0

@@ -58,7 +58,7 @@ class FunctionProcess:
     """
 
     def __init__(self, functions: Sequence[RewardFunctionConfig], log: Path | None, env: Mapping[str, str]) -> None:
-        self._functions, self._log, self._killed = functions, log, False
+        self._functions, self._log, self._killed, self._calls = functions, log, False, 0
         self._socket, theirs = socket.socketpair()
         self._reader = self._socket.makefile("rb")
         with contextlib.ExitStack() as stack:
@@ -108,13 +108,19 @@ class FunctionProcess:
         Raises:
             Lost: the process died, a call was too late, or something else than an outcome came.
         """
-        self._send((index, list(calls.items())))
-        begin, limit, remaining = time.monotonic(), self._functions[index].timeout_s, dict(calls)
+        # Numbers that were never used before: an answer too many (a function wrote one itself) can't pass for another call's.
+        first, self._calls = self._calls, self._calls + len(calls)
+        remaining = dict(zip(range(first, self._calls), calls, strict=True))
+        self._send((index, list(zip(remaining, calls.values(), strict=True))))
+        begin, limit = time.monotonic(), self._functions[index].timeout_s
         while remaining:
             message = self._receive(limit, begin + limit + ASYNC_GRACE_S if kind.is_async else time.monotonic() + limit)
             try:
-                key, outcome = message
-                entries = [_entry(entry) for _, entry in zip(remaining.pop(key), outcome, strict=True)]
+                number, outcome = message
+                if number < first:
+                    continue
+                key = remaining.pop(number)
+                entries = [_entry(entry) for _, entry in zip(calls[key], outcome, strict=True)]
             except (TypeError, ValueError, KeyError):
                 raise self._lost("died", "wrote something that is no outcome into its connection; killed") from None
             yield key, entries

@@ -4,6 +4,7 @@ A reward function is a plain Python function. It names, as parameters, what it w
 
     prompt      the rendered prompt, text
     response    the response without special tokens, text
+    response_with_special_tokens    the response as it was sampled, text: with the end-of-sequence token and its like
     answer      the row's reference answer (None when the data has none)
     extra       the row's remaining columns, a dict
     messages    the conversation, a list of dicts with role and content
@@ -13,7 +14,7 @@ and further parameters of its own, which `params` of the config fill. It returns
     def shorter_is_better(response, limit=100):
         return 1.0 if len(response) <= limit else 0.0
 
-With the plural names (`prompts`, `responses`, `answers`, `extras`, `conversations`) it gets the whole step's samples in lists, in canonical
+With the plural names (`prompts`, `responses`, `responses_with_special_tokens`, `answers`, `extras`, `conversations`) it gets the whole step's samples in lists, in canonical
 order, in one call, and returns a list of numbers, one a sample. `async def` functions are awaited, several at a time.
 
 Functions run in processes of their own (`reward/pool.py`). This file is imported there: keep it light.
@@ -33,16 +34,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.user_code import UserCodeError, is_reference, load_reference
+from reward.answers import accepted, expression, is_right
 
 LARGEST_REWARD = 3.4e38
 """Rewards are trained on in float32, where anything larger is infinite."""
 
-SINGLE = ("prompt", "response", "answer", "extra", "messages")
+SINGLE = ("prompt", "response", "response_with_special_tokens", "answer", "extra", "messages")
 """Parameters of a function that scores one sample."""
 
 BATCHED = {
     "prompts": "prompt",
     "responses": "response",
+    "responses_with_special_tokens": "response_with_special_tokens",
     "answers": "answer",
     "extras": "extra",
     "conversations": "messages",
@@ -137,48 +140,43 @@ def exact_match(
     ignore_case: bool = False,
     ignore_whitespace: bool = True,
 ) -> float:
-    """1.0 when the response is the answer, else 0.0.
+    """1.0 when the response is the answer, or one of the accepted answers, else 0.0.
 
     Args:
         response: text of the response.
-        answer: reference; compared as text.
+        answer: reference, compared as text; its forms are those of `reward.answers.accepted`.
         marker, end_marker: compare only what stands after the last `marker`, up to `end_marker`; no marker in the response scores 0.
         ignore_case: compare without case.
         ignore_whitespace: take runs of white space as one space, and none at the ends.
 
     Raises:
-        ValueError: the row has no answer.
+        AnswerError: the row has no answer, or none that can be compared with.
     """
+    texts = accepted(answer)
     given = final_answer(response, marker, end_marker)
 
     def normal(text: str) -> str:
         text = " ".join(text.split()) if ignore_whitespace else text
         return text.casefold() if ignore_case else text
 
-    return float(given is not None and normal(given) == normal(_text_of(answer)))
+    return float(given is not None and normal(given) in map(normal, texts))
 
 
 def math_verify(response: str, answer: Any, *, marker: str | None = None, end_marker: str | None = None) -> float:
-    """1.0 when the response's last mathematical expression equals the answer (library `math-verify`), else 0.0.
+    """1.0 when the response's last mathematical expression equals the answer, or one of the accepted answers (library `math-verify`), else 0.0.
 
-    The library's own time limits are off: they count a slow comparison as a wrong answer, so a score would depend on the machine's
-    load. The pool's limit makes it an error.
+    How answers are read: `reward/answers.py`. The pool's limit makes a comparison that takes too long an error.
+
+    Args:
+        answer: reference; its forms are those of `reward.answers.accepted`.
+        marker, end_marker: look only at what stands after the last `marker`, up to `end_marker`; no marker in the response scores 0.
 
     Raises:
-        ValueError: the row has no answer, or one that is not an expression.
+        AnswerError: the row has no answer, or one that is not an expression.
     """
-    from math_verify import parse, verify
-
-    gold_text = _text_of(answer)
-    marked = "\\boxed" in gold_text or "$" in gold_text
-    gold = parse(gold_text if marked else f"\\boxed{{{gold_text}}}", parsing_timeout=None, raise_on_error=True)
-    if not gold:
-        raise ValueError(f"the answer {gold_text!r} is not a mathematical expression")
+    golds = [expression(text) for text in accepted(answer)]
     given = final_answer(response, marker, end_marker)
-    if given is None:
-        return 0.0
-    # What a model writes may be any text: one that cannot be parsed or compared is a wrong answer, not an error.
-    return float(verify(gold, parse(given, parsing_timeout=None), timeout_seconds=None))
+    return float(given is not None and any(is_right(given, gold, bare=marker is not None) for gold in golds))
 
 
 @functools.lru_cache(maxsize=64)
@@ -275,12 +273,6 @@ async def http(
     if not isinstance(reply, dict) or score_key not in reply:
         raise ValueError(f"{url} replied {str(reply)[:200]}; it must be a JSON object with {score_key!r}")
     return reply[score_key]
-
-
-def _text_of(answer: Any) -> str:
-    if answer is None or answer != answer:  # NaN is how tables write a missing cell
-        raise ValueError("the row has no answer; set the source's answer_key")
-    return answer if isinstance(answer, str) else str(answer)
 
 
 BUILT_IN: dict[str, Callable[..., Any]] = {

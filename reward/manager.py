@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class RewardManager:
         tokenizer: the reward model's.
         log_dir: for the functions' output; None discards it.
         model_context: tokens that the reward model takes; longer conversations are failures of their samples.
+        decode_all: response ids to text, special tokens included; for functions that ask for it.
 
     Raises:
         RewardError: no source, two of one name, an unknown error policy, a reward model without engines.
@@ -60,8 +61,10 @@ class RewardManager:
         tokenizer: Any = None,
         log_dir: Path | None = None,
         model_context: int | None = None,
+        decode_all: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.config = config
+        self._decode_all = decode_all
         self.sources = _sources(config)
         if config.model.path is not None and (model_group is None or tokenizer is None):
             raise RewardError("reward.model.path is set, but no reward engines or no tokenizer of theirs were given")
@@ -160,13 +163,22 @@ class RewardManager:
         assert self._pool is not None
         # A source of weight 0 may fail without consequence: then its failure must not stop the others.
         stop = self.config.on_error == "fail" and all(source.weight != 0 for source in self.sources)
-        return self._pool.submit([_function_sample(episode) for episode in episodes], stop_at_failure=stop)
+        return self._pool.submit(self._function_samples(episodes), stop_at_failure=stop)
+
+    def _function_samples(self, episodes: Sequence[Episode]) -> list[FunctionSample]:
+        assert self._pool is not None
+        samples = [_function_sample(episode) for episode in episodes]
+        if self._pool.wants("response_with_special_tokens"):
+            assert self._decode_all is not None, "who builds the manager gives it the policy's tokenizer"
+            texts = [self._decode_all(episode.response_ids) for episode in episodes]
+            samples = [replace(s, response_with_special_tokens=text) for s, text in zip(samples, texts, strict=True)]
+        return samples
 
     def _audit(self, episodes: Sequence[Episode]) -> list[str]:
         """Call each function twice on the first rows; returns a sentence for each difference."""
         if not self.config.audit_rows or self._pool is None:
             return []
-        samples = [_function_sample(episode) for episode in episodes[: self.config.audit_rows]]
+        samples = self._function_samples(episodes[: self.config.audit_rows])
         first, second = self._pool.score(samples), self._pool.score(samples)
         found = []
         for name, values in first.items():

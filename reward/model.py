@@ -2,15 +2,15 @@
 
     Episode --reward_tokens (the reward model's own tokenizer and chat template)--> ids --RewardModelEngine.score--> logit
 
-The reward model's vocabulary need not be the policy's, so the conversation is rebuilt from messages and text; the policy's
-token ids are never reused.
+The reward model's vocabulary need not be the policy's, so the conversation is rebuilt from the row's messages and the response's text:
+neither the policy's token ids nor its rendered prompt, with the policy's template and special tokens in it, are ever used.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,26 +57,65 @@ def reward_tokens(prompt: Prompt, response_text: str, tokenizer: Any, config: Re
     """Encode prompt and response for the reward model.
 
     Args:
-        prompt: its messages are used with the chat template, its rendered text without.
+        prompt: its messages are used, whole.
         response_text: decoded response, without special tokens.
         tokenizer: the *reward model's* tokenizer.
-        config: `apply_chat_template` decides between the two.
+        config: `apply_chat_template` decides between its chat template and `plain_text`.
 
     Raises:
-        ValueError: a chat template is asked for and the tokenizer has none.
+        ValueError: a chat template is asked for and the tokenizer has none; without one, a message that is not text.
     """
     if config.apply_chat_template:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 f"reward.model.apply_chat_template is true, but the tokenizer of {config.tokenizer or config.path} has no chat "
-                "template; set it to false to score the prompt's text followed by the response"
+                "template; set it to false to score the messages' text followed by the response"
             )
         messages = [*map(dict, prompt.messages), {"role": "assistant", "content": response_text}]
         return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
-    text = prompt.text + response_text
-    # A rendered prompt may already begin with the BOS text; the tokenizer would put a second one before it.
+    text = plain_text(prompt) + response_text
+    # A row may already begin with the BOS text; the tokenizer would put a second one before it.
     has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
+
+
+def plain_text(prompt: Prompt) -> str:
+    """What the messages of a prompt say, a line break between them; no roles, no template, no special tokens.
+
+    Raises:
+        ValueError: a message holds something else than text; names the prompt.
+    """
+    texts = []
+    for message in prompt.messages:
+        content = message.get("content")
+        parts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError(
+                f"prompt {prompt.id!r}: a message of role {message.get('role')!r} holds {str(content)[:80]}, which is not text; "
+                "reward.model.apply_chat_template=false scores plain text only"
+            )
+        texts.append("".join(map(str, parts)))
+    return "\n".join(texts)
+
+
+def check_plain_text(prompts: Iterable[Prompt], policy_tokenizer: Any, reward_tokenizer: Any) -> None:
+    """Refuse rows that a reward model without a chat template can't be given: no text, or the policy's markup written into it.
+
+    A row that was rendered before it was saved holds special tokens as text. Where the reward model has the same ones that is as meant.
+
+    Raises:
+        ValueError: names the row.
+    """
+    foreign = sorted(set(policy_tokenizer.all_special_tokens) - set(reward_tokenizer.all_special_tokens))
+    for prompt in prompts:
+        text = plain_text(prompt)
+        for token in foreign:
+            if token in text:
+                raise ValueError(
+                    f"prompt {prompt.id!r} holds {token!r}, a special token of the policy that the reward model's tokenizer does not have, "
+                    "so the reward model would read the policy's markup as text (reward.model.apply_chat_template=false); save the row "
+                    "as messages, or take the token out"
+                )
 
 
 def effective_max_num_seqs(config: RewardModelConfig, full_determinism: bool) -> int:

@@ -20,8 +20,9 @@ from configs.schema import Config
 from determinism.environment import check_facts, facts
 from determinism.ledger import Ledger
 from determinism.manifest import write_manifest
+from reward.answers import check_answers
 from reward.manager import RewardManager
-from reward.model import check_reward_model
+from reward.model import check_plain_text, check_reward_model
 from rollout.engines import RolloutEngines, engine_class
 from rollout.episodes import Rollout
 from rollout.sampling import find_eos_token_ids, seeds_are_derived
@@ -107,18 +108,24 @@ def load_inputs(config: Config, training: bool = True) -> Inputs:
 
     Raises:
         UserError: a tokenizer without EOS, a data source without its columns, prompts over the limit, a reward model with
-            another number of labels than one, a model whose files or kind can't be used.
+            another number of labels than one, a model whose files or kind can't be used, a row that
+            the reward sources can't score whatever the response.
     """
     model = config.model
     try:
         tokenizer = load_tokenizer(model.tokenizer or model.path, model.chat_template, model.trust_remote_code)
         fix_date(tokenizer, config.data.template_date)
         check_models(config, training)
+        train = PromptData(config.data, tokenizer, split="train")
+        validation = PromptData(config.data, tokenizer, split="validation")
+        check_answers(config.reward, [*train.prompts, *validation.prompts])
+        if config.reward.model.path is not None and not config.reward.model.apply_chat_template:
+            check_plain_text([*train.prompts, *validation.prompts], tokenizer, reward_tokenizer(config))
         return Inputs(
             tokenizer=tokenizer,
             eos_ids=tuple(find_eos_token_ids(model.path, tokenizer.eos_token_id)),
-            train=PromptData(config.data, tokenizer, split="train"),
-            validation=PromptData(config.data, tokenizer, split="validation"),
+            train=train,
+            validation=validation,
             context=rollout_context(config),
         )
     except (ValueError, OSError) as error:
@@ -249,6 +256,7 @@ def start_engines(config: Config, launcher: Launcher, run: RunDirectory, inputs:
         tokenizer=reward_tokenizer(config),
         log_dir=run.logs,
         model_context=config.reward.model.max_model_len or inputs.context,
+        decode_all=inputs.train.codec.decode_prompt,
     )
     stack.callback(reward.close)
     rollout = Rollout(

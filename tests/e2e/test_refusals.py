@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from transformers import AutoTokenizer
 
 from tests.e2e import runs
 from trainer.tiny import resolve
@@ -103,6 +104,45 @@ def test_a_dataset_without_the_prompt_column_names_the_columns_it_has(capsys, tm
     message = refused(capsys, f"run.dir={tmp_path / 'run'}", f"data.train={source}")
     assert "question" in message
     assert "prompt" in message
+
+
+@pytest.mark.parametrize(
+    ("function", "answer", "expected"),
+    [
+        ("math_verify", "。", "prompt 'mine/2': the answer '。' is not a mathematical expression"),
+        (
+            "exact_match",
+            {"target": 1, "numbers": [1]},
+            "prompt 'mine/2': the answer {'target': 1, 'numbers': [1]} is a dict",
+        ),
+        ("exact_match", None, "prompt 'mine/2': the row has no answer"),
+    ],
+)
+def test_a_row_whose_answer_no_response_could_match_is_named(capsys, tmp_path, function, answer, expected):
+    rows = [
+        {"prompt": f"{i}?", "answer": answer if i == 2 else ("1" if isinstance(answer, str | None) else {"target": 1})}
+        for i in range(8)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = f"[{{name: mine, kind: dataset, path: '{tmp_path / 'rows.jsonl'}'}}]"
+    overrides = (f"data.train={source}", "data.validation=[]", f"reward.functions=[{{name: f, function: {function}}}]")
+    assert expected in refused(capsys, f"run.dir={tmp_path / 'run'}", *overrides)
+
+
+def test_a_row_with_the_policys_markup_written_into_it_is_named(capsys, tmp_path):
+    rows = [{"prompt": "1?<end>" if i == 2 else "1?", "answer": "1"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, reward = tmp_path / "model", tmp_path / "reward"
+    shutil.copytree(resolve("micro:policy"), model)
+    shutil.copytree(resolve("micro:reward"), reward)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    tokenizer.save_pretrained(model)
+    source = f"[{{name: mine, kind: dataset, path: '{tmp_path / 'rows.jsonl'}'}}]"
+    overrides = [f"data.train={source}", "data.validation=[]", f"model.tokenizer={model}", "data.max_prompt_tokens=64"]
+    reward_settings = [f"reward.model.path={reward}", "reward.model.apply_chat_template=false"]
+    message = refused(capsys, f"run.dir={tmp_path / 'run'}", *overrides, *reward_settings)
+    assert "prompt 'mine/2' holds '<end>', a special token of the policy" in message
 
 
 def test_a_used_run_directory_is_refused(capsys, tmp_path):

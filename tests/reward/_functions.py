@@ -22,6 +22,14 @@ def sees(
     return factor * (len(prompt) + 10 * len(response) + 100 * answer + 1000 * extra["level"] + 10000 * len(messages))
 
 
+def ends_with_eos(response: str, response_with_special_tokens: str) -> float:
+    return float(response_with_special_tokens == response + "<eos>")
+
+
+def all_end_with_eos(responses_with_special_tokens: list[str]) -> list[bool]:
+    return [text.endswith("<eos>") for text in responses_with_special_tokens]
+
+
 def batch_rank(responses: list[str]) -> list[int]:
     return [sorted(responses).index(response) for response in responses]
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from configs.schema import RewardConfig, RewardFunctionConfig
+from reward.answers import AnswerError, accepted, check_answers
 from reward.functions import FunctionError, exact_match, final_answer, load_function, math_verify, reasoning_gym
+from rollout.types import Prompt
 
 HERE = "tests.reward._functions"
 
@@ -27,6 +30,17 @@ class TestExactMatch:
             ("so 3, no: #### 4", "4", {"marker": "####"}, 1.0),
             ("#### 3 #### 4", "4", {"marker": "####"}, 1.0),
             ("4", "4", {"marker": "####"}, 0.0),
+            ("b", ["a", "b"], {}, 1.0),
+            ("['a', 'b']", ["a", "b"], {}, 0.0),
+            ("B", ("a", "b"), {"ignore_case": True}, 1.0),
+            ("24", {"target": [24, "24.0"]}, {}, 1.0),
+            ("24.0", {"target": [24, "24.0"]}, {}, 1.0),
+            ("25", {"target": [24, "24.0"]}, {}, 0.0),
+            ("c", {"ground_truth": {"target": ["b", "c"]}, "style": "rule"}, {}, 1.0),
+            ("0.00001", 1e-05, {}, 1.0),
+            ("1e-05", 1e-05, {}, 1.0),
+            ("00501", "00501", {}, 1.0),
+            ("501", "00501", {}, 0.0),
             ("<answer>4</answer> and more", "4", {"marker": "<answer>", "end_marker": "</answer>"}, 1.0),
         ],
     )
@@ -58,9 +72,153 @@ class TestMathVerify:
     def test_scores(self, response: str, answer: str, score: float) -> None:
         assert math_verify(response, answer) == score
 
-    def test_an_answer_that_is_no_expression_is_an_error(self) -> None:
-        with pytest.raises(ValueError, match="not a mathematical expression"):
-            math_verify("3", "$$")
+    @pytest.mark.parametrize(
+        ("answer", "given", "score"),
+        [
+            ("25%", "0.25", 1.0),
+            (r"25\%", "0.25", 1.0),
+            ("25%", r"25\%", 1.0),
+            ("0.25", r"25\%", 1.0),
+            ("0.25", "25%", 1.0),
+            ("1,234%", "12.34", 1.0),
+            ("25%", "25", 0.0),
+            ("25", r"25\%", 0.0),
+            ("45°", "45", 1.0),
+            ("45°", r"45^\circ", 1.0),
+            (r"45^\circ", "45°", 1.0),
+            ("45°", "44°", 0.0),
+            ("√2", r"\sqrt{2}", 1.0),
+            (r"\sqrt2", "√2", 1.0),
+            ("√(x+1)", r"\sqrt{x+1}", 1.0),
+            ("2√3", r"2\sqrt{3}", 1.0),
+            ("√2", "2", 0.0),
+            (r"0.\overline{3}", r"\frac{1}{3}", 1.0),
+            (r"\frac{1}{3}", r"0.\overline{3}", 1.0),
+            (r"0.1\overline{6}", r"\frac{1}{6}", 1.0),
+            (r"-0.\overline{3}", r"-\frac{1}{3}", 1.0),
+            (r"0.\bar{3}", "1/3", 1.0),
+            (r"0.\dot{1}4285\dot{7}", "1/7", 1.0),
+            ("0.(3)", "1/3", 1.0),
+            (r"0.\overline{3}", "0", 0.0),
+            (r"0.\overline{3}", "0.3", 0.0),
+            (1e-05, "0.00001", 1.0),
+            (1e-05, "1e-05", 1.0),
+            (1e-05, "10^{-5}", 1.0),
+            (1e-05, "e-5", 0.0),
+            ("1e-05", "0.00001", 1.0),
+            ("1e-05", "e-5", 0.0),
+            (1e16, "10000000000000000", 1.0),
+            (1e17, "10^{17}", 1.0),
+            (1e16, "16e", 0.0),
+            ("$3e - 5$", "3e-5", 1.0),
+            ("$3e - 5$", "0.00003", 0.0),
+            (r"\$18.90", "18.90", 1.0),
+            (r"\$18.90", r"\$18.90", 1.0),
+            (r"\$18.90", "18.91", 0.0),
+            ("$18.90", "18.9", 1.0),
+            (r"$\$18.90$", "18.9", 1.0),
+            ("½", "0.5", 1.0),
+            ("x²", "x^2", 1.0),
+            ("−3", "-3", 1.0),
+            (["1/2", "7"], "0.5", 1.0),
+            (["1/2", "7"], "7", 1.0),
+            (["1/2", "7"], "8", 0.0),
+            ({"target": ["25%", "45°"]}, "45", 1.0),
+        ],
+    )
+    def test_an_answer_is_read_as_its_author_meant_it(self, answer: Any, given: str, score: float) -> None:
+        assert math_verify(rf"so it is \boxed{{{given}}}.", answer) == score
+        if score:
+            assert math_verify(f"#### {given}", answer, marker="####") == score
+
+    @pytest.mark.parametrize(
+        "answer",
+        [
+            *[
+                "A",
+                "18.90",
+                "1,234",
+                "1/2",
+                "2x+1",
+                "x^2",
+                "-5",
+                "00501",
+                "1.50",
+                "100,000",
+                "yes",
+                "i",
+                "2:3",
+                "12:30",
+                "2024-01-03",
+                "(1,2)",
+                "[0,1)",
+                "x=3",
+            ],
+            "1, 2, 3",
+            r"\frac{1}{2}",
+            r"\text{Paris}",
+            r"\{1,2\}",
+            "3 cm",
+            "5 apples",
+            "π/2",
+            "∞",
+            r"(-\infty, 3]",
+            "x < 3",
+            "3 + 4i",
+            r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+            r"1.5 \times 10^{-5}",
+            r"1 \text{ or } 2",
+            "y = 2x + 1",
+            r"10 \text{ m/s}",
+        ],
+    )
+    def test_every_answer_equals_itself(self, answer: str) -> None:
+        assert math_verify(rf"\boxed{{{answer}}}", answer) == 1.0
+        assert math_verify(f"so ${answer}$", answer) == 1.0
+        assert math_verify(f"#### {answer}", answer, marker="####") == 1.0
+
+    @pytest.mark.parametrize("answer", ["$$", "", " ", r"\$", "。", r"\begin{"])
+    def test_an_answer_that_is_no_expression_is_an_error(self, answer: str) -> None:
+        with pytest.raises(AnswerError, match="not a mathematical expression"):
+            math_verify("3", answer)
+
+
+def row(answer: Any, row_id: str = "mine/7") -> Prompt:
+    return Prompt(row_id, "mine", (1,), "x", ({"role": "user", "content": "x"},), answer)
+
+
+def reward_of(*names: str) -> RewardConfig:
+    return RewardConfig(functions=[RewardFunctionConfig(name=name, function=name) for name in names])
+
+
+class TestAnswers:
+    @pytest.mark.parametrize(
+        ("answer", "message"),
+        [
+            (None, "the row has no answer"),
+            (float("nan"), "the row has no answer"),
+            ([], r"the answer \[\] is a list that can't be compared"),
+            (["a", None], "the row has no answer"),
+            ([["a"]], "a list of lists"),
+            ({"target": 24, "numbers": [1, 2]}, "a dict that can't be compared"),
+            ({"target": "a", "ground_truth": "b"}, "a dict that can't be compared"),
+            ({}, "a dict that can't be compared"),
+            (b"a", "a bytes that can't be compared"),
+        ],
+    )
+    def test_what_cannot_be_compared_is_refused_and_never_compared_as_its_repr(self, answer: Any, message: str) -> None:
+        with pytest.raises(AnswerError, match=message):
+            accepted(answer)
+        with pytest.raises(AnswerError, match=rf"prompt 'mine/7': .*{message}"):
+            check_answers(reward_of("exact_match"), [row("a", "mine/6"), row(answer)])
+
+    def test_text_that_is_no_mathematics_is_refused_by_row_for_math_verify_alone(self) -> None:
+        rows = [row("a"), row("25%"), row("12", "mine/8"), row(["1", "。"], "mine/9")]
+        check_answers(reward_of("exact_match"), rows)
+        check_answers(reward_of("reasoning_gym"), [row(None)])
+        check_answers(reward_of("math_verify"), rows[:3])
+        with pytest.raises(AnswerError, match=r"prompt 'mine/9': the answer '。' is not a mathematical expression"):
+            check_answers(reward_of("exact_match", "math_verify"), rows)
 
 
 class TestReasoningGym:

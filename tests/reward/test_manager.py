@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,24 @@ class TestSum:
     def test_a_function_sees_prompt_answer_columns_and_conversation(self, build: Build) -> None:
         scores, _ = build(config(function("sees"))).score(group("xx"))
         assert scores[0].total == 1 + 10 * 2 + 100 * 2 + 1000 * 1 + 10000 * 1
+
+    @pytest.mark.parametrize("name", ["ends_with_eos", "all_end_with_eos"])
+    def test_a_function_that_asks_for_special_tokens_sees_them(self, build: Build, name: str) -> None:
+        tokenizer = word_tokenizer()
+        episodes = [
+            replace(episode("a", 0), response_ids=(3, 2), response_mask=(True,) * 2, logprobs=(-1.0,) * 2),
+            replace(episode("a", 1), response_ids=(3,)),
+        ]
+        manager = build(config(function(name)), decode_all=lambda ids: "".join(tokenizer.convert_ids_to_tokens(ids)))
+        scores, _ = manager.score(episodes)
+        assert [score.total for score in scores] == [1.0, 0.0]
+
+    def test_nothing_is_decoded_for_functions_that_do_not_ask(self, build: Build) -> None:
+        def never(ids: object) -> str:
+            raise AssertionError
+
+        scores, _ = build(config(function("length")), decode_all=never).score(group("abc"))
+        assert scores[0].total == 3.0
 
     @pytest.mark.parametrize("replicas", [1, 2, 4])
     def test_the_reward_model_gives_the_same_scores_with_any_number_of_replicas(

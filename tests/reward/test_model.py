@@ -8,17 +8,21 @@ import random
 
 import pytest
 import torch
+from tokenizers import processors
 
 from configs.schema import RewardModelConfig
 from reward.model import (
     RewardInput,
     RewardInputTooLongError,
+    check_plain_text,
     check_reward_model,
     effective_max_num_seqs,
+    plain_text,
     reward_tokens,
 )
 from rollout.types import Prompt, SampleKey
 from tests.engine_lab import VOCAB, make_reward, make_tokenizer
+from trainer.data.prompts import PromptCodec
 from workers.launch.group import WorkerError
 
 PROMPT = Prompt(
@@ -140,10 +144,58 @@ def test_the_conversation_is_rebuilt_with_the_reward_models_own_template_and_voc
     assert ids != make_tokenizer().encode("[s]add;[u]1+1=;[a]2;")
 
 
-def test_without_a_template_the_prompts_text_and_the_response_are_joined():
+PLAIN = RewardModelConfig(apply_chat_template=False)
+
+
+def conversation(*contents: object, text: str = "rendered") -> Prompt:
+    return Prompt("a/0", "a", (1,), text, tuple({"role": "user", "content": content} for content in contents))
+
+
+def test_without_a_template_what_the_messages_say_and_the_response_are_joined():
     tokenizer = make_tokenizer()
-    ids = reward_tokens(PROMPT, "2", tokenizer, RewardModelConfig(apply_chat_template=False))
-    assert tokenizer.decode(ids) == "1+1=2"
+    assert tokenizer.decode(reward_tokens(conversation("1+1="), "2", tokenizer, PLAIN)) == "1+1=2"
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
+    assert tokenizer.decode(reward_tokens(conversation(parts), "2", tokenizer, PLAIN)) == "1+1=2"
+    assert plain_text(PROMPT) == "add\n1+1="
+
+
+def policy_and_reward_tokenizer():
+    """A policy that writes `<s>[u]hi[a]`, and a reward model with `<bos>`."""
+    policy, reward = make_tokenizer(), make_tokenizer(shift=7)
+    policy.add_special_tokens({"bos_token": "<s>"})
+    policy.chat_template = "<s>{% for m in messages %}[u]{{ m['content'] }}{% endfor %}[a]"
+    reward.add_special_tokens({"bos_token": "<bos>"})
+    reward._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", reward.bos_token_id)]
+    )
+    return policy, reward
+
+
+def test_the_policys_markup_does_not_reach_a_reward_model_without_a_template():
+    policy, reward = policy_and_reward_tokenizer()
+    codec = PromptCodec(policy)
+    (rendered,) = codec.render([("a/0", "hi")])
+    assert rendered.text == "<s>[u]hi[a]"
+    response = codec.decode([*policy("yo", add_special_tokens=False)["input_ids"], policy.eos_token_id])
+    prompt = Prompt("a/0", "a", rendered.token_ids, rendered.text, rendered.messages)
+    assert reward.decode(reward_tokens(prompt, response, reward, PLAIN)) == "<bos>hiyo"
+
+
+def test_a_row_with_the_policys_markup_written_into_it_is_refused_unless_the_reward_model_has_it_too():
+    policy, reward = policy_and_reward_tokenizer()
+    rows = [conversation("hi"), conversation("<s>[u]hi[a]")]
+    with pytest.raises(ValueError, match=r"prompt 'a/0' holds '<s>', a special token of the policy"):
+        check_plain_text(rows, policy, reward)
+    check_plain_text(rows[:1], policy, reward)
+    reward.add_special_tokens({"additional_special_tokens": ["<s>"]})
+    check_plain_text(rows, policy, reward)
+
+
+@pytest.mark.parametrize("content", [None, [{"type": "image"}]])
+def test_a_message_that_is_no_text_is_refused_without_a_template(content):
+    policy, reward = policy_and_reward_tokenizer()
+    with pytest.raises(ValueError, match=r"prompt 'a/0': a message of role 'user' holds .*, which is not text"):
+        check_plain_text([conversation(content)], policy, reward)
 
 
 def test_a_missing_template_is_an_error_that_says_what_to_set():
@@ -164,10 +216,8 @@ class WithBos:
 
 def test_there_is_exactly_one_bos():
     config = RewardModelConfig(apply_chat_template=False)
-    bare = Prompt("a/0", "a", (1,), "hi", ())
-    rendered = Prompt("a/0", "a", (1,), "<s>hi", ())
-    assert reward_tokens(bare, "!", WithBos(), config) == [0, 3]
-    assert reward_tokens(rendered, "!", WithBos(), config) == [6]
+    assert reward_tokens(conversation("hi"), "!", WithBos(), config) == [0, 3]
+    assert reward_tokens(conversation("<s>hi"), "!", WithBos(), config) == [6]
 
 
 def test_an_overlong_conversation_names_its_sample_and_lengths():

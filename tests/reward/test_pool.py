@@ -201,7 +201,8 @@ class TestFailures:
     def test_a_forged_answer_is_not_taken_for_the_next_calls(self) -> None:
         with FunctionPool([function("by_response")]) as pool:
             pool.score(samples("connection forged"))
-            assert pool.score(samples("give 2"))["f"] == [2.0]
+            for number in (2.0, 3.0, 4.0):
+                assert pool.score(samples(f"give {number}"))["f"] == [number]
 
     @pytest.mark.parametrize("what", ["float", "repr", "class", "large"])
     def test_a_list_with_something_odd_in_it(self, what: str) -> None:

@@ -124,7 +124,7 @@ class PromptCodec:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def decode_prompt(self, token_ids: Sequence[int]) -> str:
-        """Text of prompt tokens, special tokens included."""
+        """Text of tokens, special tokens included."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _messages(self, name: str, prompt: str | Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
