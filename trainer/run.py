@@ -91,10 +91,11 @@ def _checked(config: Config, training: bool) -> tuple[Config, RunDirectory, Inpu
     from reward.pool import check_functions
     from trainer.build import load_inputs, resolve_paths
     from trainer.data.templates import earlier_date, settle_date
-    from trainer.run_dir import RunDirectory
+    from trainer.run_dir import RunDirectory, check_temporary_folder
 
     config = resolve_paths(config)
     run_directory = RunDirectory(config.run.dir)
+    check_temporary_folder()
     run_directory.check(config.run.resume)
     config = settle_date(config, earlier_date(run_directory.config) if config.run.resume != "never" else None)
     with ThreadPoolExecutor(1) as aside:

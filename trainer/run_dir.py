@@ -8,6 +8,7 @@ set_aside/   what a resume took out of the record, a folder each time
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,26 @@ EPISODES = ("step", "validation")
 
 class RunDirectoryError(UserError, ValueError):
     """The directory can't be used as asked."""
+
+
+SOCKET_NAME = 107
+"""Bytes that the system allows for the name of a socket."""
+SOCKETS = "/01234567-89ab-cdef-0123-456789abcdef"
+"""The longest name that vLLM and multiprocessing give to a socket below the temporary folder."""
+
+
+def check_temporary_folder() -> None:
+    """Refuse a temporary folder in which processes could not reach each other: its name is too long for sockets below it.
+
+    Raises:
+        RunDirectoryError: names the folder, its length and the limit.
+    """
+    folder, most = tempfile.gettempdir(), SOCKET_NAME - len(SOCKETS)
+    if len(os.fsencode(folder)) > most:
+        raise RunDirectoryError(
+            f"TMPDIR={folder} has {len(os.fsencode(folder))} bytes; at most {most} leave room for the names of the sockets "
+            "below it. Set TMPDIR to a shorter folder, such as /tmp."
+        )
 
 
 class RunDirectory:

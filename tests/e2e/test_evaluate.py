@@ -82,6 +82,31 @@ def test_the_actor_of_a_checkpoint_has_the_bits_of_the_runs_own_validation_at_th
     assert (tmp_path / "two" / episodes).read_bytes() == (reference / episodes).read_bytes()
 
 
+@pytest.mark.slow
+def test_an_exported_model_gives_in_vllm_the_bits_of_the_runs_own_validation(reference, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.tools.cli",
+        "export",
+        str(reference),
+        "--step",
+        "2",
+        "--to",
+        str(tmp_path / "hf"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    settings = ("experiment=micro", "full_determinism=true", "launcher.name=torchrun", "tracking=disabled")
+    run_eval(*settings, f"model.path={tmp_path / 'hf'}", "--out", str(tmp_path / "eval"))
+    (line,) = runs.ledger(tmp_path / "eval")
+    trained = runs.ledger(reference)[2]["phases"]
+    # Greedy validation draws nothing, so only the weights matter; the reward model is the same.
+    names = [name for name in trained if name.startswith("validation/")]
+    assert names
+    assert {name: line["phases"][name] for name in names} == {name: trained[name] for name in names}
+
+
 def test_a_flipped_byte_in_a_checkpoint_is_named_before_anything_starts(reference, tmp_path):
     shutil.copy(reference / "config.yaml", tmp_path)
     shutil.copytree(reference / "checkpoints", tmp_path / "checkpoints")

@@ -9,9 +9,10 @@ from determinism.files import append_json_line
 from determinism.ledger import Ledger, read_ledger
 from determinism.manifest import write_manifest
 from trainer import claim
-from trainer.checkpoint import CheckpointError, CheckpointStore
+from trainer.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from trainer.resume import ResumeError
 from trainer.run_dir import RunDirectory
+from workers.models.shards import save_shards
 
 INPUTS = SimpleNamespace(train=SimpleNamespace(prompts=[]), validation=SimpleNamespace(prompts=[]))
 DIGEST = {"actor_weights": "a" * 32}
@@ -135,6 +136,14 @@ def test_another_runs_checkpoint_is_refused(made):
     write_manifest(run.manifest, {}, {}, {}, run_id="other")
     with pytest.raises(CheckpointError, match=r"of the run with the id mine, and this run's id is other"):
         claim.prepare_directory(config, run, INPUTS)
+
+
+def test_a_critic_that_is_not_in_the_checkpoint_is_named_before_anything_starts(tmp_path):
+    import torch
+
+    save_shards({"actor": {"weights/x": torch.zeros(2)}}, tmp_path / "step_000001" / "workers")
+    with pytest.raises(CheckpointError, match=r"holds no critic \(it holds: actor\)"):
+        claim._check_roles(Checkpoint(tmp_path / "step_000001"), ["actor", "critic"])
 
 
 def test_weights_are_held_against_the_ledger(made):

@@ -6,7 +6,8 @@ import platform
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+import tempfile
+from contextlib import nullcontext, suppress
 
 import pytest
 
@@ -14,7 +15,7 @@ from configs.schema import Config
 from determinism.files import append_json_line, json_lines
 from trainer.input_digests import check_contents, input_digests
 from trainer.resume import ResumeError, check_resume
-from trainer.run_dir import RunDirectory, RunDirectoryError
+from trainer.run_dir import RunDirectory, RunDirectoryError, check_temporary_folder
 
 
 def test_a_used_directory_is_refused_without_resume(tmp_path):
@@ -145,6 +146,15 @@ def test_a_directory_that_cannot_be_made_is_an_error_that_names_the_setting(tmp_
         RunDirectoryError, match=rf"run\.dir={path} (is a link to .*gone, which does not exist|can't be used)"
     ):
         RunDirectory(path).claim("never")
+
+
+@pytest.mark.parametrize("length", [70, 71])
+def test_a_temporary_folder_that_leaves_no_room_for_sockets_is_refused(monkeypatch, length):
+    folder = "/" + "x" * (length - 1)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    message = rf"TMPDIR={folder} has 71 bytes; at most 70 leave room"
+    with pytest.raises(RunDirectoryError, match=message) if length == 71 else nullcontext():
+        check_temporary_folder()
 
 
 BASE = {
