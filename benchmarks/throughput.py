@@ -26,7 +26,7 @@ from determinism.environment import process_env
 if TYPE_CHECKING:
     from configs.schema import Config
     from rollout.types import GenerationRequest, Prompt
-    from trainer.build import Inputs
+    from trainer.inputs import Inputs
 
 ROUNDS = 7
 """Rounds of each after a first one that warms caches."""
@@ -47,7 +47,7 @@ def compare(run: Path, step: int, rounds: int = ROUNDS) -> dict[str, dict[str, A
         `share_of_direct` (the ratio of medians), and `rounds` as (tokens, seconds).
     """
     from configs.compose import from_yaml
-    from trainer.build import load_inputs
+    from trainer.inputs import load_inputs
 
     config = from_yaml(run / "config.yaml")
     inputs = load_inputs(config)

@@ -27,7 +27,7 @@ from trainer.run_dir import RunDirectory
 
 if TYPE_CHECKING:
     from configs.schema import Config
-    from trainer.build import Inputs
+    from trainer.inputs import Inputs
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from configs.schema import Config
-    from trainer.build import Inputs
     from trainer.checkpoint import Checkpoint
+    from trainer.inputs import Inputs
     from trainer.ppo import PPO
     from trainer.run_dir import RunDirectory
     from workers.launch.launcher import Launcher
@@ -89,8 +89,8 @@ def session(config: Config, training: bool = True) -> Iterator[Session]:
 def _checked(config: Config, training: bool) -> tuple[Config, RunDirectory, Inputs]:
     """The config with its paths, the run directory and the inputs; everything has been checked."""
     from reward.pool import check_functions
-    from trainer.build import load_inputs, resolve_paths
     from trainer.data.templates import earlier_date, settle_date
+    from trainer.inputs import load_inputs, resolve_paths
     from trainer.run_dir import RunDirectory, check_temporary_folder
 
     config = resolve_paths(config)

@@ -14,9 +14,9 @@ from configs.problems import UserError
 from configs.schema import Config
 from rollout.types import Prompt
 from tests.trainer.data._tokenizers import TEMPLATE, word_tokenizer
-from trainer.build import load_inputs, reward_tokenizer
 from trainer.data.prompts import PromptCodec, PromptError
 from trainer.data.templates import asks_for_date, earlier_date, fix_date, settle_date
+from trainer.inputs import load_inputs, reward_tokenizer
 
 DATED = "{{ strftime_now('%d %b %Y %H:%M') }} {{ messages[0]['content'] }}"
 GUARDED = (
@@ -113,7 +113,7 @@ class TestTheRunsDate:
     def test_prompts_and_reward_inputs_carry_it(self, config, monkeypatch) -> None:
         from reward.model import reward_tokens
 
-        monkeypatch.setattr("trainer.build.check_models", lambda config, training: None)  # there are tokenizers only
+        monkeypatch.setattr("trainer.inputs.check_models", lambda config, training: None)  # there are tokenizers only
         reward = "{{ 'a' if strftime_now('%Y') == '2020' else 'b' }}"
         asked = config(GUARDED, reward, "data.template_date=2020-01-02")
         inputs = load_inputs(asked)
