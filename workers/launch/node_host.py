@@ -11,8 +11,10 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,6 +64,8 @@ class NodeHost:
         # The kernel ties a child to the thread that started it; this one lives as long as this object.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="node-host")
         self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._temporary = tempfile.mkdtemp(prefix="exactrl-")
+        """What workers leave in their temporary folder (vLLM does) goes with them."""
         if device == "cpu":
             self._start_server()
         atexit.register(self.close)
@@ -73,7 +77,7 @@ class NodeHost:
             addresses, key: the driver's.
             late: variables of this worker alone.
         """
-        self._starter.submit(self._start, label, list(addresses), key, dict(late))
+        self._starter.submit(self._start, label, list(addresses), key, {**late, "TMPDIR": self._temporary})
 
     def describe_end(self, label: str, patience_s: float = 2.0) -> tuple[str, str]:
         """How the worker's process ended ("" while it runs or is still to start), and the end of its log.
@@ -116,6 +120,7 @@ class NodeHost:
         atexit.unregister(self.close)
         self._starter.shutdown(wait=True, cancel_futures=True)
         self.end(list(self._processes), idle=False)
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def pids(self) -> dict[str, int | None]:
         """Process id of each worker that was started."""

@@ -151,13 +151,13 @@ class _HostOfNode:
     def describe_end(self, label: str, patience_s: float) -> tuple[str, str]:
         import ray
 
+        gone = "is lost, and nothing on its machine answers any more"
         try:
-            ended, tail = ray.get(self._actor.describe_end.remote(label, patience_s), timeout=ASK_S)
+            return ray.get(self._actor.describe_end.remote(label, patience_s), timeout=patience_s + 1.0)
         except ray.exceptions.GetTimeoutError:
-            return "", ""  # it is still starting, or out of reach
+            return gone if patience_s else "", ""  # without patience it may only be starting
         except ray.exceptions.RayError as error:
-            return f"is lost with its machine, where nothing answers any more ({type(error).__name__})", ""
-        return ended, tail
+            return f"{gone} ({type(error).__name__})", ""
 
     def end(self, labels: Sequence[str], idle: bool) -> None:
         import ray

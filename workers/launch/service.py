@@ -19,6 +19,7 @@ import os
 import select
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -279,6 +280,7 @@ def worker_process(
     if parent is not None:
         os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # TMPDIR is asked again
     line, guard = start_guard()
     channel = connect(addresses, key, label)
     # Neither may live on in a child of the worker: the driver and the guard take a closed end for this process's end.
