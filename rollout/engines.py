@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rollout.routing import assign
 from rollout.types import Generation, GenerationRequest
 from workers.launch.group import WorkerGroup
+from workers.launch.service import COUNTS
 from workers.launch.transport import Blob
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def take_counts(self) -> dict[str, int]:
+        """What was counted since this was last asked, by metric name; asked while requests are in work too."""
+        ...
+
     def facts(self) -> dict[str, Any]:
         """What is in force in this process, read back, for the run's manifest."""
         ...
@@ -96,6 +101,14 @@ class RolloutEngines:
     def ask_each(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
         """Give the same requests to every replica, and wait; a list a replica, in the order of `requests`."""
         return ask_each(self.group, requests)
+
+    def counts(self) -> dict[str, float]:
+        """What all replicas have counted since this was last asked (`rollout/preemptions`)."""
+        total: dict[str, float] = {}
+        for counts in self.group.run(COUNTS):
+            for name, count in counts.items():
+                total[name] = total.get(name, 0.0) + count
+        return total
 
     def load_weights(self, weights: Blob | Mapping[str, Tensor], version: int) -> None:
         """Send every engine new weights; returns at once. Each takes them after the requests before this call and before those after it.

@@ -110,6 +110,11 @@ class VLLMEngine:
         finished = self._running.step()
         return [(number, self._generation(self._requests.pop(number), output)) for number, output in finished]
 
+    def take_counts(self) -> dict[str, int]:
+        """`rollout/preemptions`; see `RolloutEngine.take_counts`."""
+        count, self._running.preemptions = self._running.preemptions, 0
+        return {"rollout/preemptions": count}
+
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Replace the weights in place; see `RolloutEngine.load_weights`. No request may be running."""
         check_weights(tensors, self._shapes)

@@ -45,7 +45,9 @@ class EngineLab:
         self, model: str, requests: list[GenerationRequest], **options: Any
     ) -> tuple[list[Generation], int]:
         """Generations, and how often the scheduler took a running request's memory away."""
-        return self._counted(self._rollout(model, options), "_preempt_request", requests)
+        engine = self._rollout(model, options)
+        engine.take_counts()
+        return answers(engine, requests), engine.take_counts()["rollout/preemptions"]
 
     def load(self, model: str, tensors: dict[str, Any], version: int, skip: str = "", **options: Any) -> None:
         """`load_weights`, without the step named by `skip` (for negative tests)."""
@@ -155,20 +157,6 @@ class EngineLab:
             "device": "cpu",
             "cpu_linear": self.cpu_linear,
         }
-
-    def _counted(self, engine: Any, method: str, requests: list[GenerationRequest]) -> tuple[list[Generation], int]:
-        scheduler = engine._engine.engine_core.engine_core.scheduler
-        original, calls = getattr(scheduler, method), [0]
-
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            calls[0] += 1
-            return original(*args, **kwargs)
-
-        setattr(scheduler, method, counting)
-        try:
-            return answers(engine, requests), calls[0]
-        finally:
-            delattr(scheduler, method)
 
 
 def answers(engine: Any, requests: list[Any], later: list[Any] | None = None, steps: int = 0) -> list[Any]:

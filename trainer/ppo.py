@@ -113,7 +113,7 @@ class PPO:
                 self.validate(step, metrics)
             # Ledger and metrics first: a kill during the save then costs a repeat of the step, never its record.
             self.parts.ledger.commit(step)
-            self.parts.record.metrics(step, {**metrics, **self.timing.metrics(metrics), **self.busy_seconds()})
+            self.parts.record.metrics(step, {**metrics, **self.timing.metrics(metrics), **self.engine_counts()})
             self.done = step
             last = step == self.total_steps and trainer.checkpoint_at_end
             if last or (trainer.checkpoint_every and step % trainer.checkpoint_every == 0):
@@ -352,9 +352,11 @@ class PPO:
                     f"lower {role}.optim.lr or raise trainer.max_nonfinite_updates."
                 )
 
-    def busy_seconds(self) -> dict[str, float]:
-        """`timing_s/busy/<method>`: time inside engines and models since the step before; the slowest worker of each group."""
-        busy: dict[str, float] = {}
+    def engine_counts(self) -> dict[str, float]:
+        """What workers have counted since the step before: `rollout/preemptions`, and `timing_s/busy/<method>`, the time inside engines and
+        models (of the slowest worker of each group).
+        """
+        busy = self.parts.rollout.engines.counts()
         for group in self.parts.groups.values():
             for worker in group.run(BUSY):
                 for method, seconds in worker.items():

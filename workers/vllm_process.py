@@ -143,6 +143,16 @@ class RunningRequests:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._taken = 0
+        self.preemptions = 0
+        """How often a running request was set back because the KV cache was full; its answer is the same, the work is done twice."""
+        scheduler = engine.engine_core.engine_core.scheduler
+        preempt = scheduler._preempt_request
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counting
 
     def add(self, number: int, token_ids: list[int], params: Any, priority: int = 0) -> None:
         """Take a request on.

@@ -36,6 +36,8 @@ BUSY = "busy_seconds"
 """Method that every worker answers at once: seconds in each of its methods since it was last asked (`timing_s/busy/*`)."""
 FAREWELL_S = 30.0
 """Longest wait of a failed rank for the driver to end it."""
+COUNTS = "take_counts"
+"""Method that engines answer at once: what they have counted since they were last asked, by metric name."""
 Address = str | tuple[str, int]
 """A Unix socket's (abstract) name, or host and port."""
 
@@ -139,7 +141,7 @@ class Service:
         if message[0] == "stop":
             self._stopped = True
             self._waiting.clear()
-        elif message[0] == "call" and message[2] == BUSY:
+        elif message[0] == "call" and message[2] in (BUSY, COUNTS):
             self._handle(message, blobs)
         else:
             self._waiting.append((message, blobs))
