@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -22,8 +23,8 @@ from workers.launch.resources import Needs, ResourceError, check
 log = logging.getLogger(__name__)
 RESERVE_S = 60.0
 """Longest wait for the slots; on a shared cluster others may hold them."""
-SHUTDOWN_S = 6.0
-"""Longest wait for Ray's own end."""
+END_S = 4.0
+"""Longest wait for each of Ray's answers at the end of a run."""
 KNOCK_S = 10.0
 """Longest wait for the head of a cluster to take a connection."""
 
@@ -86,12 +87,19 @@ def start_ray(address: str | None, num_cpus: int | None) -> Callable[[], None]:
 
 
 def _shut_down() -> None:
-    """Disconnect from Ray, and end the one that was started here. Not for ever: without its head it would wait for it."""
+    """Disconnect from Ray, and end the one that was started here."""
     import ray
 
-    ending = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
-    ending.start()
-    ending.join(SHUTDOWN_S)
+    if not _in_time(ray.shutdown):
+        atexit.unregister(ray.shutdown)  # it would wait again
+
+
+def _in_time(function: Callable[[], Any]) -> bool:
+    """Call, but don't wait for ever: without its head, Ray waits for it. Whether it came back."""
+    calling = threading.Thread(target=function, name="ray-end", daemon=True)
+    calling.start()
+    calling.join(END_S)
+    return not calling.is_alive()
 
 
 @contextlib.contextmanager
@@ -187,7 +195,7 @@ def release(group: Any) -> None:
     from ray.util.placement_group import remove_placement_group
 
     if ray.is_initialized():
-        remove_placement_group(group)
+        _in_time(lambda: remove_placement_group(group))
 
 
 def locate(group: Any, needs: Needs, own: str) -> list[Slot]:
