@@ -19,7 +19,7 @@ FOR_EVER = datetime.timedelta(days=365)
 
 
 def open_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """Where ranks meet: a store at this address of this machine and no other, on a free port (read `.port`)."""
+    """The store at which ranks meet: it listens at this one address of this machine, on a free port (read `.port`)."""
     listening = socket.socket()
     listening.bind((host, 0))
     store = dist.TCPStore(
@@ -31,12 +31,12 @@ def open_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
         wait_for_workers=False,
         master_listen_fd=listening.fileno(),
     )
-    listening.detach()  # the store's from here on
+    listening.detach()  # from here on it belongs to the store
     return store
 
 
 def rank_variables(rank: int, world_size: int, local_rank: int, host: str, port: int) -> dict[str, str]:
-    """What torchrun puts into a rank's environment; libraries look for it there."""
+    """The variables that torchrun puts into a rank's environment; libraries look for them there."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -49,7 +49,7 @@ def rank_variables(rank: int, world_size: int, local_rank: int, host: str, port:
 def rank_worker(
     factory: Callable[[], Any], device: str, timeout_s: float, *, one_machine: bool, store_is_open: bool
 ) -> Any:
-    """The factory of a rank: joins the ranks at the store that its `rank_variables` (or torchrun's) name, then makes the worker.
+    """The factory of a rank: joins the ranks at the store that `rank_variables` (or torchrun's variables) name, then makes the worker.
 
     gloo on CPU; gloo and NCCL on CUDA, with this rank's device selected.
 
@@ -65,7 +65,7 @@ def rank_worker(
         torch.cuda.set_device(local_rank)
         options["device_id"] = torch.device("cuda", local_rank)
     if "GLOO_SOCKET_IFNAME" not in os.environ:
-        # Otherwise gloo takes the interface of the host's name, which other machines may not reach.
+        # Without this gloo takes the interface of the host's name, which other machines may be unable to reach.
         os.environ["GLOO_SOCKET_IFNAME"] = interface_towards(LOOPBACK if one_machine else os.environ["MASTER_ADDR"])
     if world_size == 1:
         options["store"] = dist.HashStore()  # nobody to meet
@@ -77,17 +77,17 @@ def rank_worker(
 
 
 def address_towards(host: str) -> str:
-    """This machine's own address on the way to `host`; nothing is sent."""
+    """The address of this machine on the route to `host`; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
 
 
 def interface_towards(host: str) -> str:
-    """The name of the network interface on the way to `host`.
+    """The name of the network interface on the route to `host`.
 
     Raises:
-        RuntimeError: no interface has the address that leads there.
+        RuntimeError: no interface has the address on that route.
     """
     own = address_towards(host)
     for name, addresses in psutil.net_if_addrs().items():

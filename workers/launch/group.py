@@ -1,9 +1,9 @@
 """Workers as the driver speaks to them: one group, whatever launched it.
 
     group.run("digests")                       every worker, all at once; results in rank order
-    group.run("update", shares, loss=loss)     a share for each worker
-    group.fetch("export_weights")              worker 0's result, unopened, to be handed to another group's workers
-    group.submit(replica, requests)            requests of an engine, at any time; a future for each
+    group.run("update", shares, loss=loss)     one share for each worker
+    group.fetch("export_weights")              worker 0's result, still packed, to be passed on to another group's workers
+    group.submit(replica, requests)            requests to one engine, at any time; one future for each
 
 A *worker* is any object built by a picklable factory in a process of its own. Under torchrun the driver is rank 0 and has worker 0 of the
 trainer group in its own process.
@@ -32,10 +32,10 @@ T = TypeVar("T")
 WorkerFactory = Callable[[], Any]
 """Picklable; called in the worker's own process."""
 ROOT_CAUSE_S = 3.0
-"""How long the driver's own worker, when it fails, waits for another's failure that may be the cause: a broken collective says nothing."""
+"""When the driver's own worker fails: how long to wait for another worker's failure, which may be the cause. A broken collective names none."""
 
 UNSTUCK_S = 20.0
-"""How long the driver's own worker may go on when another has failed: it may be in a collective that never ends (a machine is gone)."""
+"""How long the driver's own worker may go on after another has failed: it may be in a collective that never ends (a machine is gone)."""
 
 
 class WorkerGroup:
@@ -47,9 +47,10 @@ class WorkerGroup:
         """Workers that have been asked for; `ready` waits until they are built.
 
         Args:
-            lines: to each worker of another process, in order.
+            lines: one to each worker in another process, in order.
             close: ends these processes.
-            here: the factory of worker 0 in this process, called once the others have begun to be made; the lines are then those of workers 1 and up.
+            here: the factory of worker 0, which then lives in this process; it is called once the other workers have begun to start. The lines are then
+                those of workers 1 and up.
         """
         self.name = name
         self.size = len(lines) + (here is not None)
@@ -75,8 +76,8 @@ class WorkerGroup:
         """Wait until every worker is built.
 
         Raises:
-            WorkerError: one could not be built, or not in time; nothing of the group is left running. The same one every time: the others
-                were only ended.
+            WorkerError: one could not be built, or not in time; nothing of the group is left running. Every call raises the same error: the
+                other workers were only ended.
         """
         if self._start_failure is not None:
             raise self._start_failure
@@ -97,8 +98,8 @@ class WorkerGroup:
         """Call `method` (dotted names reach into attributes) on every worker; results in rank order.
 
         Args:
-            sharded: one positional argument a worker (length `size`); None sends none.
-            common: keyword arguments that every worker gets. A `Blob` arrives as the value in it.
+            sharded: one positional argument per worker (length `size`); None sends none.
+            common: keyword arguments that every worker gets. A `Blob` arrives as the value that it holds.
 
         Raises:
             WorkerError: a worker raised or died; carries its traceback and the tail of its log.
@@ -114,7 +115,7 @@ class WorkerGroup:
         return [mine, *(blob.value() for blob in _results(futures))]
 
     def fetch(self, method: str, /, **common: Any) -> Blob:
-        """Call every worker; worker 0's result as it came, to be passed on by `run` or `send` of another group."""
+        """Call every worker; worker 0's result, still packed, to be passed on by `run` or `send` of another group."""
         self.ready()
         futures = self._call(method, None, common)
         if self._here is None:
@@ -125,17 +126,17 @@ class WorkerGroup:
         return Blob(mine)
 
     def send(self, method: str, /, **common: Any) -> list[Future[Blob]]:
-        """Call every worker and don't wait. An engine takes the call after the requests before it and before those after it."""
+        """Call every worker and don't wait. An engine takes the call after the requests sent before it and before those sent later."""
         self.ready()
         return self._call(method, None, common)
 
     def submit(self, worker: int, requests: Sequence[Any]) -> list[Future[Any]]:
-        """Give requests to an engine; a future for each, in their order. May be called from any thread."""
+        """Give requests to an engine; one future for each, in their order. May be called from any thread."""
         self.ready()
         return self._lines[worker].submit(requests, "its requests")
 
     def ask_to_stop(self) -> None:
-        """Let the workers begin to end; `close` waits for them."""
+        """Ask the workers to end; `close` waits until they have."""
         for line in self._lines:
             line.stop()
 
@@ -157,7 +158,7 @@ class WorkerGroup:
             raise ValueError(f"{self.name}.{method}: {len(sharded)} sharded arguments for {self.size} workers")
         if not self._lines:
             return []
-        # Everything is packed before anything is sent: what can't be pickled must not leave some workers called.
+        # Everything is packed before anything is sent, so that a value that can't be pickled raises before any worker is called.
         handed = {name: value for name, value in common.items() if isinstance(value, Blob)}
         keywords = Blob({name: value for name, value in common.items() if name not in handed})
         first = self.size - len(self._lines)
@@ -165,7 +166,7 @@ class WorkerGroup:
         return [line.call(method, own[i], keywords, handed) for i, line in enumerate(self._lines)]
 
     def _locally(self, method: str, function: Callable[[], T], others: Sequence[Future[Any]]) -> T:
-        """Do the driver's own share; when it fails, another worker's failure that came before is the one to tell."""
+        """Do the driver's own share. When it fails after another worker did, that worker's failure is raised: it is the cause."""
         returned = threading.Event()
         if others:
             threading.Thread(target=_end_if_stuck, args=(others, returned), name="own-share", daemon=True).start()
@@ -185,7 +186,7 @@ class WorkerGroup:
 
 
 def _end_if_stuck(others: Sequence[Future[Any]], returned: threading.Event) -> None:
-    """When another worker fails and this process does not come back from its own share: tell why, and end it as from outside."""
+    """When another worker fails and this process does not return from its own share: say why, and end this process by a signal."""
     done, _ = wait(others, return_when=FIRST_EXCEPTION)
     error = next((error for future in done if (error := future.exception()) is not None), None)
     if error is not None and not returned.wait(UNSTUCK_S):

@@ -3,7 +3,7 @@
     driver: the loop ── lines ──> worker processes of its machine (NodeHost in the driver)
                           └─────> worker processes of other machines (NodeHost in a Ray actor, or in the first rank of a torchrun node)
 
-The launchers differ in where the places for workers come from and in who starts the trainer ranks; all else is one.
+The launchers differ in where the places for workers come from and in who starts the trainer ranks; everything else is shared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LaunchError(UserError, ValueError):
 
 
 class Host(Protocol):
-    """A `NodeHost`, or the way to one of another machine."""
+    """A `NodeHost` of this machine, or a stand-in for one on another machine."""
 
     def start(self, label: str, addresses: Sequence[Address], key: bytes, late: Mapping[str, str]) -> None:
         """See `NodeHost.start`."""
@@ -50,11 +50,11 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker's process is to live."""
+    """Where a worker's process will live."""
 
     host: Host
     late: Mapping[str, str]
-    """Variables of this worker alone: its rank, its devices."""
+    """Environment variables of this worker alone: its rank, its devices."""
 
 
 class Launcher(ABC):
@@ -72,19 +72,19 @@ class Launcher(ABC):
 
     @abstractmethod
     def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
-        """FSDP ranks: torch.distributed is initialised with `num_ranks` before `factory` is called in each. `ready` waits for them."""
+        """FSDP ranks. In each, torch.distributed is initialised with `num_ranks` before `factory` is called. `ready` waits for them."""
 
     @abstractmethod
     def engine_places(self, name: str, replicas: int, gpus: int) -> list[Place]:
-        """Where the replicas of an engine live; `gpus` each on CUDA."""
+        """Where the replicas of an engine live; on CUDA each has `gpus` GPUs."""
 
     def engine_group(
         self, name: str, factory: WorkerFactory, replicas: int, *, start_timeout_s: float = 300.0, gpus: int = 1
     ) -> WorkerGroup:
-        """Engines, each a process of its own. They are still starting when this returns: the first use waits.
+        """Engines, each a process of its own. They are still starting when this returns; the first use waits for them.
 
         Args:
-            gpus: GPUs that one replica sees (its tensor-parallel size); no meaning on CPU.
+            gpus: GPUs that one replica sees (its tensor-parallel size); not used on CPU.
         """
         return self._start(name, factory, self.engine_places(name, replicas, gpus), start_timeout_s)
 
@@ -99,7 +99,7 @@ class Launcher(ABC):
         self._exit_stack.close()
 
     def _start(self, name: str, factory: WorkerFactory, places: Sequence[Place], start_timeout_s: float) -> WorkerGroup:
-        """Start a process in each place; what can't be pickled raises before anything is started."""
+        """Start a process in each place. A factory that can't be pickled raises before anything is started."""
         blob, lines = Blob(factory), []
         for number, place in enumerate(places):
             label = f"{name}-{number}"
@@ -148,7 +148,7 @@ def choose_launcher(config: LauncherConfig, environment: Mapping[str, str] = os.
         how = f"torchrun started {world_size} rank(s) (WORLD_SIZE)" if started else "this process was started alone"
         start = f"torchrun --nproc-per-node={config.num_ranks}"
         if started and "WORLD_SIZE" not in environment:
-            # accelerate 1.15: without --multi_gpu it starts a single process, whatever --num_processes says.
+            # accelerate 1.15 starts a single process without --multi_gpu, whatever --num_processes says.
             how = "accelerate started a single process"
             start = f"accelerate launch --multi_gpu --num_processes={config.num_ranks}` (on CPU too, without --cpu) or `{start}"
         raise LaunchError(
@@ -159,7 +159,7 @@ def choose_launcher(config: LauncherConfig, environment: Mapping[str, str] = os.
 
 
 def make_launcher(config: Config, run_dir: Path, preload: Sequence[str] = ()) -> Launcher:
-    """The launcher for `config` in this environment; `close` ends all it started and gives the signals back.
+    """The launcher for `config` in this environment; `close` ends everything that it started and restores the signal handlers.
 
     Args:
         preload: modules that workers need and that take long to import; processes begin to import them now.
@@ -187,6 +187,6 @@ def make_launcher(config: Config, run_dir: Path, preload: Sequence[str] = ()) ->
             from workers.launch.ray_launcher import RayLauncher
 
             launcher = RayLauncher(config.launcher, needs, logs, device, env, preload, undo)
-            signals.install()  # ray.init has put a handler of its own in the place of ours
+            signals.install()  # ray.init has replaced our handler with its own
         launcher.own(undo.pop_all(), signals.start_of_end)
         return launcher

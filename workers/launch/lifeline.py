@@ -1,4 +1,4 @@
-"""How processes end together: with their parent, with everything that they have started, and saying why.
+"""How processes end together: with their parent, with everything that they have started, and with a reason that is told.
 
 The kernel ends a child with its parent (`die_with_parent`), a guard ends a process group with its leader (`start_guard`), and
 `end_processes` ends what is left.
@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     """Ask the kernel to send `signum` to this process when its parent ends; end now if it already has.
 
-    The kernel's "parent" is the *thread* that started this process: that thread has to outlive it.
+    The kernel's "parent" is the *thread* that started this process, so that thread has to outlive it.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
     if os.getppid() != parent:
@@ -35,13 +35,13 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 
 
 def start_guard() -> tuple[int, int]:
-    """A shell of a few hundred KiB that kills this process group once this process is gone, however it went.
+    """Start a guard: a shell of a few hundred KiB that kills this process group once this process has ended, however it ended.
 
     Returns the descriptor that keeps it waiting and its pid: writing a line to the descriptor dismisses the guard.
-    A process killed by SIGKILL can't end its own children; this is who does.
+    A process killed by SIGKILL can't end its own children; the guard does.
     """
     reading, writing = os.pipe()
-    # A second's grace: helpers that end by themselves (the resource tracker of multiprocessing) clean up in it.
+    # One second of grace, in which helpers that end by themselves (the resource tracker of multiprocessing) clean up.
     program = "trap '' TERM INT HUP; read _ && exit 0; sleep 1; kill -KILL 0"
     guard = subprocess.Popen(
         ["/bin/sh", "-c", program], stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -90,7 +90,7 @@ def traceback_text(error: BaseException) -> str:
 
 
 def exit_text(returncode: int) -> str:
-    """What a process's return code (negative: the signal's number) says, as half a sentence.
+    """What a process's return code means, in words that continue a sentence; a negative code is a signal's number.
 
     Example:
         >>> exit_text(-11)
@@ -109,12 +109,12 @@ def exit_text(returncode: int) -> str:
 
 
 def log_size(path: Path) -> int:
-    """Bytes in a log that may not exist yet; where the next process's part begins."""
+    """Size of a log in bytes, 0 when it does not exist yet: where the next process's part begins."""
     return path.stat().st_size if path.exists() else 0
 
 
 def log_tail(path: Path, start: int = 0) -> str:
-    """The last lines of a log, none from before byte `start`; with a heading that names the file."""
+    """The last lines of a log from byte `start` on, with a heading that names the file."""
     if not path.exists():
         return f"(no log at {path})"
     with path.open("rb") as stream:
@@ -143,7 +143,7 @@ def _wait_for_end(processes: Sequence[psutil.Process], patience_s: float) -> lis
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    # A zombie whose new parent is in no hurry to collect it has ended all the same.
+    # A zombie that its new parent has not collected yet has ended all the same.
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

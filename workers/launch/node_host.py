@@ -1,7 +1,7 @@
 """Starts and ends the worker processes of one machine: in the driver itself, in a Ray actor, or in a rank that torchrun started.
 
-On CPU workers are forks of a server of `multiprocessing` that has imported what they need (importing vLLM is nearly all of an engine's
-start). On CUDA, where a fork is unsafe, and for workers that need another environment than the server's, they are interpreters of their own.
+On CPU, workers are forks of `multiprocessing`'s fork server, which has imported what they need (imports are most of an engine's start). A worker
+has an interpreter of its own on CUDA, where a fork is unsafe, and when it needs another environment than the server's.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from workers.launch.lifeline import descendants, end_processes, exit_text, log_s
 from workers.launch.service import Address, worker_process
 
 POLITE_S, BUSY_S, TERM_S = 5.0, 0.3, 1.5
-"""`end` waits this long for workers that were asked to stop (those in a call can't listen), and then after SIGTERM, before SIGKILL."""
+"""Seconds that `end` waits for workers that were asked to stop (those in a call can't listen), and again between SIGTERM and SIGKILL."""
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _LAUNCH_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ACCELERATE_", "FSDP_")
 _SERVER_GONE = 255
-"""What `multiprocessing` gives as the exit code of a fork whose server can't tell it any more."""
+"""The exit code that `multiprocessing` reports for a fork when its server is gone and can't report the real one."""
 _EARLY = ("PYTHONHASHSEED", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED")
-"""What Python reads when it starts."""
+"""Variables that Python reads when it starts."""
 _starting = threading.Lock()
 _server_env: dict[str, str] | None = None
-"""The environment of this process's fork server; `multiprocessing` has one a process."""
+"""The environment of this process's fork server; `multiprocessing` has one server per process."""
 
 
 class NodeHost:
@@ -51,7 +51,7 @@ class NodeHost:
         Args:
             log_dir: for `{label}.log`.
             device: `cpu` or `cuda`.
-            env: variables of every worker, over this process's environment (without what torchrun put there for a rank).
+            env: variables of every worker, on top of this process's environment (without what torchrun put there for a rank).
             preload: modules that workers need and that take long to import.
         """
         self._log_dir = Path(log_dir)
@@ -59,19 +59,19 @@ class NodeHost:
         self._env = worker_environment(env)
         self._preload = list(preload)
         self._processes: dict[str, tuple[BaseProcess, int]] = {}
-        """Each worker's, and where its part of the log begins."""
+        """Each worker's process, and where its part of the log begins."""
         self._failed: dict[str, str] = {}
         # The kernel ties a child to the thread that started it; this one lives as long as this object.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="node-host")
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._temporary = tempfile.mkdtemp(prefix="exactrl-")
-        """What workers leave in their temporary folder (vLLM does) goes with them."""
+        """Temporary folder of the workers; what they leave in it (as vLLM does) is removed with it."""
         if device == "cpu":
             self._start_server()
         atexit.register(self.close)
 
     def start(self, label: str, addresses: Sequence[Address], key: bytes, late: Mapping[str, str]) -> None:
-        """Start a worker's process, which connects to the driver; returns before it exists.
+        """Start a worker's process, which connects to the driver; returns before the process exists.
 
         Args:
             addresses, key: the driver's.
@@ -80,13 +80,13 @@ class NodeHost:
         self._starter.submit(self._start, label, list(addresses), key, {**late, "TMPDIR": self._temporary})
 
     def describe_end(self, label: str, patience_s: float = 2.0) -> tuple[str, str]:
-        """How the worker's process ended ("" while it runs or is still to start), and the end of its log.
+        """How the worker's process ended ("" while it runs or has not started yet), and the end of its log.
 
         Args:
             patience_s: how long to wait for an end.
         """
         path = self._log_dir / f"{label}.log"
-        found = self._processes.get(label)  # `end` may take it out at any moment
+        found = self._processes.get(label)  # `end` may remove it at any moment
         if found is None:
             return self._failed.get(label, ""), log_tail(path)
         process, start = found
@@ -100,7 +100,7 @@ class NodeHost:
         """End workers that were asked to stop: SIGTERM, then SIGKILL; returns when they and what they started are gone.
 
         Args:
-            idle: they were at nothing, so they have heard it and are given time.
+            idle: the workers were not in a call, so they have received the request to stop and are given time.
         """
         processes = [self._processes.pop(label)[0] for label in labels if label in self._processes]
         below = [found for process in processes for found in descendants(process.pid or 0)]
@@ -158,9 +158,9 @@ class NodeHost:
 
     @contextlib.contextmanager
     def _inheriting(self, more: Mapping[str, str]) -> Iterator[None]:
-        """A process started inside finds `more` and what is read when an interpreter starts; it takes over the rest itself.
+        """A process started in this block sees `more` and the variables that Python reads at its start; it sets the rest itself.
 
-        `multiprocessing` lets it have this process's environment, which other threads read meanwhile: so nothing is taken out of it.
+        `multiprocessing` gives it this process's environment. Other threads read that meanwhile, so nothing is removed from it.
         """
         early = {name: self._env[name] for name in _EARLY if name in self._env} | dict(more)
         before = {name: os.environ.get(name) for name in early}
@@ -178,8 +178,8 @@ class NodeHost:
 def worker_environment(env: Mapping[str, str]) -> dict[str, str]:
     """The environment of a worker: this process's, without what torchrun and accelerate put into it for the rank, plus `env`.
 
-    An engine is no rank: one that saw RANK would try to join the trainers' process group. PYTHONPATH carries this process's import path,
-    so that what is found here is found there.
+    An engine is no rank: if it saw RANK, it would try to join the trainers' process group. PYTHONPATH carries this process's import path,
+    so that a worker finds the same modules.
     """
     kept = {
         key: value

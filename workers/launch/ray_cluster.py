@@ -1,4 +1,4 @@
-"""The Ray that a run uses: one of this machine or an existing cluster; the slots reserved on it, and where they are."""
+"""The Ray that a run uses, started on this machine or an existing cluster, and the slots reserved on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.launch.resources import Needs, ResourceError, check
 
 log = logging.getLogger(__name__)
 RESERVE_S = 60.0
-"""Longest wait for the slots; on a shared cluster others may hold them."""
+"""Longest wait for the slots; on a shared cluster other runs may hold them."""
 END_S = 4.0
 """Longest wait for each of Ray's answers at the end of a run."""
 KNOCK_S = 10.0
@@ -48,26 +48,26 @@ def start_ray(address: str | None, num_cpus: int | None) -> Callable[[], None]:
         ResourceError: no cluster answers at `address`.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray's answer to actors without GPUs: leave CUDA_VISIBLE_DEVICES alone (and don't warn about it).
+    # For actors without GPUs Ray would change CUDA_VISIBLE_DEVICES; this makes it leave the variable alone (and not warn).
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
     if ray.is_initialized():
-        return lambda: None  # somebody else's
-    # Says at each start that a token guards the local cluster, which is as it should be.
+        return lambda: None  # it belongs to somebody else
+    # At each start it says that a token guards the local cluster, which is as intended.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "exactrl"}
     if address is not None:
         try:
             ray.init(address=address, **quiet)
         except ConnectionError as error:
-            # Ray itself offers its token to an address only when told to, and calls a refusal a failed connection.
+            # Ray offers its token to an address only when told to, and reports a refusal as a failed connection.
             way_out = "" if "RAY_AUTH_MODE" in os.environ else "; if it asks for a token, set RAY_AUTH_MODE=token"
             raise ResourceError(
                 f"launcher.ray_address={address}: no Ray cluster answers there ({error}){way_out}"
             ) from error
         return _shut_down
-    # Ray puts Unix sockets there, whose paths may have 107 bytes.
+    # Ray puts Unix sockets there, whose paths may be 107 bytes long at most.
     folder = tempfile.mkdtemp(prefix="exactrl-ray-", dir=None if len(tempfile.gettempdir()) <= 30 else "/tmp")
     guard = start_guard_of(folder)
 
@@ -95,7 +95,7 @@ def _shut_down() -> None:
 
 
 def _in_time(function: Callable[[], Any]) -> bool:
-    """Call, but don't wait for ever: without its head, Ray waits for it. Whether it came back."""
+    """Call, but don't wait for ever: a Ray whose head is gone waits for it. Returns whether the call came back."""
     calling = threading.Thread(target=function, name="ray-end", daemon=True)
     calling.start()
     calling.join(END_S)
@@ -104,7 +104,7 @@ def _in_time(function: Callable[[], Any]) -> bool:
 
 @contextlib.contextmanager
 def _importable_from_here() -> Iterator[None]:
-    """What is started meanwhile finds modules where this process does."""
+    """Processes started in this block find modules where this process does."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = import_path()
     try:
@@ -138,7 +138,7 @@ def knock(address: str) -> None:
 def _start_local(options: dict[str, Any]) -> None:
     """`ray.init`, tried once more when Ray gave up on its own start.
 
-    Ray 2.60 allows its node process 30 s to report, a number nobody can set; a machine that is busy with something else needs longer.
+    Ray 2.60 gives its node process 30 s to report and has no setting for that; a busy machine needs longer.
     """
     import ray
 
@@ -151,14 +151,14 @@ def _start_local(options: dict[str, Any]) -> None:
             raise
         log.warning("Ray was not up after 30 s (is this machine busy?); trying once more")
         ray.shutdown()
-        # What was there before goes on, and so does what it has started since (a fork server forks).
+        # Processes that were there before are left running, and so is what they have started since (a fork server forks).
         ours = [child for child in me.children(recursive=True) if before.isdisjoint([child, *child.parents()])]
         end_processes(ours, patience_s=0.0)
         ray.init(**options)
 
 
 def reserve(needs: Needs) -> Any:
-    """A placement group of one bundle a slot.
+    """A placement group with one bundle per slot.
 
     Raises:
         ResourceError: the cluster is too small, or the slots are not free in time.
@@ -199,7 +199,7 @@ def release(group: Any) -> None:
 
 
 def locate(group: Any, needs: Needs, own: str) -> list[Slot]:
-    """Where each slot is, sorted by machine (the driver's, `own`, first) and device; on CUDA a probe in each tells its device."""
+    """Where each slot is, sorted by machine (the driver's, `own`, first) and device. On CUDA a probe in each slot tells its device."""
     import ray
     from ray.util.placement_group import placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

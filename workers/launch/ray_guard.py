@@ -1,8 +1,8 @@
 """Ends what is left of a Ray that a run started on this machine: `python -m workers.launch.ray_guard FOLDER PID`.
 
-It waits until its standard input is closed, by the run that has ended its Ray or by the end of a run that was killed. Then it kills whoever
-still has a file of FOLDER open (Ray's agents outlive a killed driver, and would go on listening), PID apart, which is the run itself, and
-removes FOLDER, Ray's 20 MB of session.
+It waits until its standard input is closed: by a run that has ended its Ray, or by the end of a run that was killed. Then it kills every process
+that still has a file of FOLDER open, except PID, the run itself (Ray's agents outlive a killed driver and would go on listening). Last it
+removes FOLDER, Ray's session of 20 MB.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import psutil
 
 
 def start_guard_of(folder: str) -> subprocess.Popen[bytes]:
-    """A guard in a session of its own, so that nothing meant for the run reaches it; closing its `stdin` sets it to work."""
+    """Start a guard in a session of its own, so that signals for the run do not reach it. Closing its `stdin` starts its work."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "workers.launch.ray_guard", folder, str(os.getpid())],
         stdin=subprocess.PIPE,
@@ -46,7 +46,7 @@ def main() -> None:
     """Entry of the process."""
     folder, run = os.path.realpath(sys.argv[1]), int(sys.argv[2])
     sys.stdin.buffer.read()
-    for _ in range(3):  # one may have started another meanwhile
+    for _ in range(3):  # a process may have started another meanwhile
         for process in users_of(folder, run):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -1,6 +1,6 @@
 """On a Ray of this machine or on an existing cluster: Ray reserves the slots and reaches the other machines.
 
-The driver hosts the workers of its own machine, one Ray actor on each other machine hosts the workers there. Each worker process connects to
+The driver hosts the workers of its own machine; on each other machine one Ray actor hosts the workers there. Each worker process connects to
 the driver by itself. A placement group reserves the run's slots (`resources.py`); actors ask for no CPUs of their own and are put into
 the slots, so that ranks and engines which take turns share them.
 """
@@ -45,14 +45,14 @@ class RayLauncher(Launcher):
         A Ray to which this process is already connected is used and left running.
 
         Args:
-            needs: checked here against a cluster; against this machine `launcher.py` checks it earlier.
+            needs: compared here with what a cluster has; `launcher.py` has compared it with this machine before.
             logs: folder for the workers' output, on each machine.
             env: variables of every worker.
             preload: modules that workers need, imported while Ray starts.
-            undo: takes what is to be undone at the end.
+            undo: receives what must be undone at the end.
 
         Raises:
-            ResourceError: there is no cluster at the address, it has less than `needs`, or others hold it.
+            ResourceError: there is no cluster at the address, it has less than `needs`, or other runs hold that.
         """
         if config.ray_address is not None:
             knock(config.ray_address)
@@ -93,13 +93,13 @@ class RayLauncher(Launcher):
         )
         places = []
         for rank, slot in enumerate(self._slots[:num_ranks]):
-            # A rank sees its own device only, so it is always device 0 to it.
+            # A rank sees only its own device, which is therefore always device 0 for it.
             variables = distributed.rank_variables(rank, num_ranks, 0, self._address, self._store.port)
             places.append(Place(self._hosts[slot.node], variables | self._visible([slot])))
         return self._start("trainer", joining, places, self._timeout_s)
 
     def engine_places(self, name: str, replicas: int, gpus: int) -> list[Place]:
-        """Consecutive slots; slots are sorted by machine, so that a replica is on one.
+        """Consecutive slots. Slots are sorted by machine, so each replica is on one machine.
 
         Raises:
             ResourceError: more slots than were reserved, or slots of several machines for one replica.
@@ -119,7 +119,7 @@ class RayLauncher(Launcher):
             raise ResourceError(f"{name}: {count} slots needed, {self._needs.slots} reserved ({self._needs.reason})")
 
     def _visible(self, slots: Sequence[Slot]) -> dict[str, str]:
-        """On CUDA: a worker sees the devices of its slots only."""
+        """On CUDA a worker sees only the devices of its slots."""
         if self._device != "cuda":
             return {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(device for slot in slots for device in slot.gpus)}
@@ -139,7 +139,7 @@ class _HostOfNode:
             "num_cpus": 0,
             "scheduling_strategy": where,
             "max_concurrency": 4,
-            # What can be imported here can be there, where it lies in the same place.
+            # Modules are found on the other machine when they are in the same place there.
             "runtime_env": {"env_vars": {**env, "PYTHONPATH": import_path()}},
         }
         actor = ray.remote(NodeHost).options(**options)
@@ -155,7 +155,7 @@ class _HostOfNode:
         try:
             return ray.get(self._actor.describe_end.remote(label, patience_s), timeout=patience_s + 1.0)
         except ray.exceptions.GetTimeoutError:
-            return gone if patience_s else "", ""  # without patience it may only be starting
+            return gone if patience_s else "", ""  # without patience: it may just be starting
         except ray.exceptions.RayError as error:
             return f"{gone} ({type(error).__name__})", ""
 

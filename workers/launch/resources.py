@@ -1,7 +1,7 @@
-"""CPUs and GPUs: what a run needs and what there is, compared before anything starts.
+"""CPUs and GPUs: what a run needs and what is there, compared before anything starts.
 
 A run is laid out in *slots*. A slot is a place for one trainer rank and one replica of each kind of engine: they take turns
-(ranks compute while engines idle, and the other way round), so they share the slot's CPUs and its GPU on purpose. The need is
+(ranks compute while engines are idle, and the other way round), so they share the slot's CPUs and its GPU on purpose. The need is
 therefore the *largest* of the groups, not their sum: two ranks, two rollout engines and a reward engine run on two cores.
 
     slots = max(ranks, rollout replicas x GPUs of a replica, reward replicas)
@@ -89,13 +89,13 @@ def needs_of(config: Config, device: str) -> Needs:
 
 
 def check_resources(config: Config, started_ranks: int | None = None) -> Needs:
-    """Hold the needs of `config` against this machine; nothing is started.
+    """Compare the needs of `config` with this machine; nothing is started.
 
     A Ray cluster (`launcher.ray_address`) is counted when it is joined. Ranks that torchrun has already started here may be more
     than the CPUs: the operating system lets them take turns, so that is a warning. (Ray would wait for ever.)
 
     Args:
-        started_ranks: ranks that torchrun or accelerate has started; null when Ray will start them.
+        started_ranks: ranks that torchrun or accelerate has started; None when Ray will start them.
 
     Raises:
         ResourceError: what is needed and what is available.
@@ -124,7 +124,7 @@ def check_resources(config: Config, started_ranks: int | None = None) -> Needs:
 
 
 def check(needs: Needs, cpus: float, gpus: float, where: str, way_out: str) -> None:
-    """Compare.
+    """Compare needs with what there is.
 
     Args:
         cpus, gpus: what there is.

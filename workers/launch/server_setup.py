@@ -1,7 +1,7 @@
 """The first module that the fork server imports: it takes over the workers' environment before anything that reads it is imported.
 
-Its output goes to a log from here on: what libraries say while they are imported, and while they are taken apart at the end, would
-otherwise stand between the run's own lines. (A worker's output goes to a log of its own, see `service.py`.)
+From here on its output goes to a log. Otherwise the messages of libraries, while they are imported and while they shut down, would
+appear between the run's own lines. (A worker's output goes to a log of its own, see `service.py`.)
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import sys
 
 NAME = "EXACTRL_FORK_SERVER"
-"""Variable with the environment, the import path and the log, as JSON."""
+"""Name of the variable that holds the environment, the import path and the log, as JSON."""
 
 if NAME in os.environ:
     _told = json.loads(os.environ[NAME])

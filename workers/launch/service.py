@@ -3,10 +3,10 @@
     in    ("build",) + factory            ("call", id, method, has_argument, names) + argument + keywords + a blob for each name
           ("requests", ids) + requests    ("stop",)
     out   ("ready",)                      ("ok", id) + result, ("error", id, traceback)
-          ("done", ids) + results         ("beat",), every few seconds, whatever the worker is at
+          ("done", ids) + results         ("beat",), regularly, whatever the worker is doing
 
-Messages are taken in order. Requests run together; a call waits until the requests before it are done, and holds up those after it: so
-new weights come after what was asked for under the old ones, and before what is asked for later, without anybody waiting for them.
+Messages are taken in order. Requests run together; a call waits until the requests before it are done, and requests after it wait for it. So
+new weights take effect after the requests sent before them and before those sent later, and the driver does not have to wait for that.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ COUNTS = "take_counts"
 Address = str | tuple[str, int]
 """A Unix socket's (abstract) name, or host and port."""
 
-# What is still frozen when the interpreter ends is never collected, and native modules (Triton's, through torch.compile) then print
-# a page of leaked types and functions below the run's last lines.
+# Objects that are still frozen when the interpreter ends are never collected. Native modules (Triton's, through torch.compile) would
+# then print a page of leaked types and functions below the run's last lines.
 atexit.register(gc.unfreeze)
 
 
 class Engine(Protocol):
-    """A worker that takes requests as well as calls: many are in work at a time."""
+    """A worker that takes requests as well as calls, and works on many requests at a time."""
 
     work: str
-    """What its work is called among its methods (`generate`, `score`)."""
+    """Name under which the time for requests is counted (`generate`, `score`)."""
 
     def add(self, number: int, request: Any) -> None:
         """Take a request on, known as `number`.
@@ -61,7 +61,7 @@ class Engine(Protocol):
         ...
 
     def step(self) -> Sequence[tuple[int, Any]]:
-        """Work for a moment; (number, result) of what has finished."""
+        """Work for a moment; (number, result) of each request that has finished."""
         ...
 
 
@@ -88,7 +88,7 @@ class Hosted:
 
     @contextlib.contextmanager
     def clock(self, method: str) -> Iterator[None]:
-        """Count the time inside as `method`'s."""
+        """Count the time spent in this block as time of `method`."""
         start = time.perf_counter()
         try:
             yield
@@ -117,7 +117,7 @@ class Service:
         self._stopped = False
 
     def serve(self) -> None:
-        """Answer until told to stop. An engine's requests are given up then.
+        """Answer until told to stop. An engine's unfinished requests are then given up.
 
         Raises:
             EOFError, OSError: the driver is gone.
@@ -242,10 +242,10 @@ def connect(addresses: Sequence[Address], key: bytes, label: str) -> Channel:
 
 
 def beat(channel: Channel) -> threading.Event:
-    """Send signs of life from a thread of its own; once the driver is gone, nothing here has a use any more.
+    """Send signs of life from a thread of its own. Once the driver is gone, this process is ended: it has no use any more.
 
     Returns:
-        To be set when the service has ended as it should: the driver may go then, and this process ends in its own time.
+        An event to be set when the service has ended as it should. From then on the driver may go, and this process ends by itself.
     """
     ended = threading.Event()
 
@@ -270,10 +270,10 @@ def worker_process(
     Args:
         label: the worker's name, such as `rollout-1`.
         log: file for its output, native code's too.
-        env: its variables: all of them for an interpreter of its own; for a fork those that the server does not have.
+        env: its environment variables: all of them for an interpreter of its own, for a fork only those that the server does not have.
         parent: process id of the parent of an interpreter of its own; None for a fork.
     """
-    os.setsid()  # Ctrl-C reaches only the driver, and what this process starts can be ended with it
+    os.setsid()  # Ctrl-C reaches only the driver, and whatever this process starts can be ended with it
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -282,27 +282,27 @@ def worker_process(
     if parent is not None:
         os.environ.clear()
     os.environ.update(env)
-    tempfile.tempdir = None  # TMPDIR is asked again
+    tempfile.tempdir = None  # makes Python read TMPDIR again
     line, guard = start_guard()
     channel = connect(addresses, key, label)
-    # Neither may live on in a child of the worker: the driver and the guard take a closed end for this process's end.
+    # Neither may stay open in a child of the worker: the driver and the guard take a closed end to mean that this process has ended.
     for owned in (channel.fileno(), line):
         os.set_inheritable(owned, False)
         os.register_at_fork(after_in_child=functools.partial(os.closerange, owned, owned + 1))
     beat(channel)
     with contextlib.suppress(EOFError, OSError):
         Service(channel).serve()
-    # Who is left behind stays guarded: the parent, which would end them, may be killed while it waits for this process.
+    # The guard stays for processes that are left behind: the parent, which would end them, may be killed while it waits for this process.
     if process_group() <= {os.getpid(), guard}:
         os.write(line, b"\n")
 
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """No automatic garbage collection while a process imports and builds, and none afterwards of what it has made by then.
+    """No automatic garbage collection while a process imports and builds; afterwards it leaves out the objects that exist by then.
 
-    An import makes millions of lasting objects, and walking them again and again is a fifth of its time. Frozen, they also stay
-    untouched in the forks of this process, which therefore share their memory.
+    An import makes millions of lasting objects, and walking them again and again takes a fifth of its time. Frozen, they also stay
+    unchanged in the forks of this process, which therefore share their memory.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,5 +1,5 @@
-"""SIGTERM and Ctrl-C become exceptions in the main thread, so that every `finally` on the way out runs; a watchdog that needs neither the
-main thread nor its luck kills what is left of the process tree, and this process, when that takes too long.
+"""SIGTERM and Ctrl-C become exceptions in the main thread, so that every `finally` on the way out runs. When that takes too long, a watchdog
+kills what is left of the process tree, and this process; it works even while the main thread is stuck.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 DEADLINE_S = 10.0
-"""From the first SIGTERM or SIGINT to the end of everything."""
+"""Longest time in seconds from the first SIGTERM or SIGINT to the end of everything."""
 
 
 class SignalWatch:
@@ -29,7 +29,7 @@ class SignalWatch:
         self._done = threading.Event()
 
     def install(self) -> None:
-        """Take the signals (again); without effect outside the main thread, where Python allows no handlers."""
+        """Install the handlers (again). No effect outside the main thread, where Python allows no handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
         before: dict[int, Any] = {
@@ -44,11 +44,11 @@ class SignalWatch:
             threading.Thread(target=self._watch, name="signal-watch", daemon=True).start()
 
     def start_of_end(self) -> None:
-        """From here on a signal raises nothing, since the clean-up is under way anyway; the deadline still holds."""
+        """From here on a signal raises nothing, because the clean-up has begun already; the deadline still holds."""
         self._signalled = True
 
     def restore(self) -> None:
-        """Give the signals back; everything has ended, so the deadline is called off."""
+        """Restore the former handlers. Everything has ended, so the deadline is cancelled."""
         self._done.set()
         if self._before is None or threading.current_thread() is not threading.main_thread():
             return
@@ -59,7 +59,7 @@ class SignalWatch:
         self._before = None
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        # Once: torchrun and terminals send more than one, and a second exception would cut the clean-up short.
+        # Only once: torchrun and terminals send more than one signal, and a second exception would cut the clean-up short.
         if self._signalled:
             return
         self._signalled = True

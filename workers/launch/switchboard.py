@@ -3,8 +3,8 @@
     worker processes ── connect, prove that they know the key ──> accepting thread ──> Line
     Line.call, Line.submit ──> messages out                       listening thread ──> futures resolved
 
-A worker that dies closes its line; one that is silent for too long (stopped, its machine gone) is given up by name. Either way every
-future of it fails with what is known: its end, its log.
+A worker that dies closes its line. One that is silent for too long (it is stopped, or its machine is gone) is given up. Either way all its
+futures fail with an error that names it and says what is known: how it ended, and the end of its log.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from workers.launch.transport import Blob, Channel
 log = logging.getLogger(__name__)
 TICK_S = 0.5
 LOOK_S = 2.0
-"""How often processes that have not connected yet are looked at."""
+"""How often processes that have not connected yet are checked, in seconds."""
 ADMIT_S = 10.0
-"""Longest time in which who connects has to prove that it knows the key and to say who it is."""
+"""Longest time that a new connection has to prove that it knows the key and to say which worker it is, in seconds."""
 BUILD = 0
 """The number of the reply to "build"; calls and requests count from 1."""
 
 
 class WorkerError(RuntimeError):
-    """A worker failed. The message holds the worker's own traceback, so it is what the user sees."""
+    """A worker failed. The message holds the worker's own traceback, because the user sees this message."""
 
 
 class Line:
     """One worker, as the driver sees it."""
 
     def __init__(self, label: str, describe_end: Callable[[float], tuple[str, str]], start_timeout_s: float) -> None:
-        """A worker that has been asked for and is still to connect.
+        """The line of a worker that has been asked for and has not connected yet.
 
         Args:
-            describe_end: how its process ended ("" when that isn't known), and the end of its log; given the seconds to wait for an end.
-            start_timeout_s: how long it may take to be built, from when it is told what to build.
+            describe_end: called with the seconds to wait for an end; returns how its process ended ("" when that isn't known) and the end of its log.
+            start_timeout_s: longest time for building it, from when it is told what to build.
         """
         self.label = label
         self.pid: int | None = None
@@ -61,7 +61,7 @@ class Line:
         self.start_s = 0.0
         """Seconds from when it was asked for until it was built."""
         self.silence = 0.0
-        """Seconds since it was last heard."""
+        """Seconds since the last message from it."""
         self._asked, self._deadline, self._next_look = math.inf, math.inf, math.inf
         self.failure: str | None = None
         self._start_timeout_s = start_timeout_s
@@ -81,11 +81,11 @@ class Line:
 
     @property
     def busy(self) -> bool:
-        """Whether it has been asked for something that it has not answered."""
+        """Whether some call or request has no answer yet."""
         return bool(self._pending) or not self.ready.done()
 
     def build(self, factory: Blob) -> None:
-        """What it is to make as soon as it is there."""
+        """Tell it what to build, as soon as it has connected."""
         self._asked = time.monotonic()
         self._deadline, self._next_look = self._asked + self._start_timeout_s, self._asked + LOOK_S
         with self._lock:
@@ -110,14 +110,14 @@ class Line:
         return future
 
     def submit(self, requests: Sequence[Any], what: str) -> list[Future[Any]]:
-        """Give an engine requests; a future for each."""
+        """Give an engine requests; one future for each."""
         expected = [self._expect(what) for _ in requests]
         if requests:
             self._send(what, Blob(("requests", [number for number, _ in expected])), Blob(list(requests)))
         return [future for _, future in expected]
 
     def stop(self) -> None:
-        """Ask it to end; one that is at something hears it later."""
+        """Ask it to end; a worker that is in a call hears it afterwards."""
         if self._channel is not None:
             with contextlib.suppress(OSError):
                 self._channel.sock.settimeout(0.2)
@@ -129,7 +129,7 @@ class Line:
         kind, *details = blobs[0].value()
         if kind == "ready":
             self.start_s = time.monotonic() - self._asked
-            with contextlib.suppress(InvalidStateError):  # it was given up meanwhile
+            with contextlib.suppress(InvalidStateError):  # the worker was given up meanwhile
                 self.ready.set_result(None)
         elif kind == "ok":
             self._resolve(details[0], blobs[1])
@@ -140,12 +140,12 @@ class Line:
             self._refuse(*details)
 
     def lose(self, what: str = "") -> None:
-        """The worker is gone; everything that was asked of it fails.
+        """The worker is gone; all its futures fail.
 
         Args:
             what: how it was lost; empty when its line closed.
         """
-        with self._losing:  # who sends and who listens may notice it at the same time
+        with self._losing:  # the sending and the listening thread may notice it at the same time
             if self.failure is not None:
                 return
             ended, tail = self._describe_end(2.0)
@@ -159,7 +159,7 @@ class Line:
             _fail(future, self.failure)
 
     def kill(self) -> None:
-        """SIGKILL to a worker that is given up, if it is on this machine: others may wait for it in a collective, and hear of its end."""
+        """Kill a worker that is given up, if it is on this machine: others may wait for it in a collective, and its end ends their wait."""
         if self._channel is not None and self._channel.sock.family == socket.AF_UNIX:
             with contextlib.suppress(OSError):
                 credentials = self._channel.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -177,7 +177,7 @@ class Line:
                 self.lose()
 
     def close(self) -> None:
-        """Close the line; what is still asked fails."""
+        """Close the line; futures without an answer fail."""
         with self._lock:
             pending, self._pending = self._pending, {}
             self.failure = f"{self.label} was called after the group was closed"
@@ -263,7 +263,7 @@ class Switchboard:
         return line
 
     def forget(self, lines: Sequence[Line]) -> None:
-        """These are closed; they are not watched any more."""
+        """Stop watching these lines; they are closed."""
         for line in lines:
             self._lines.pop(line.label, None)
             if line._channel is not None:
@@ -272,7 +272,7 @@ class Switchboard:
             line.close()
 
     def close(self) -> None:
-        """Take no connections any more, and close every line."""
+        """Accept no more connections, and close every line."""
         self._closed = True
         for listener in self._listeners:
             with contextlib.suppress(OSError):
@@ -283,16 +283,16 @@ class Switchboard:
         while not self._closed:
             try:
                 connection = listener.accept()
-            except Exception as error:  # one that went away: no reason to stop listening
+            except Exception as error:  # a connection that went away is no reason to stop listening
                 if not self._closed:
                     log.debug("a connection failed: %s", error)
                     time.sleep(0.01)
                 continue
-            # Aside: a stranger who connects and says nothing must not keep the workers out.
+            # In a thread of its own: a stranger who connects and says nothing must not keep the workers out.
             threading.Thread(target=self._admit, args=(connection,), name="admitting", daemon=True).start()
 
     def _admit(self, connection: Connection) -> None:
-        """Let in who proves to know the key, and says in time which worker it is."""
+        """Accept a connection that proves to know the key and says in time which worker it is."""
         try:
             with connection, socket.socket(fileno=os.dup(connection.fileno())) as raw:
                 _limit(raw, ADMIT_S)
@@ -322,11 +322,11 @@ class Switchboard:
                 except (EOFError, OSError):
                     self._drop(line)
                     line.lose()
-                except Exception as error:  # of one worker; this thread goes on listening to the others
+                except Exception as error:  # the error concerns one worker; this thread goes on listening to the others
                     self._drop(line)
                     line.lose(f"sent what can't be read here ({type(error).__name__}: {error})")
             now = time.monotonic()
-            # A driver that was itself stopped for a while has heard nobody, which is nobody's fault.
+            # A driver that was itself stopped for a while has heard from no worker; that is not the workers' fault.
             elapsed, before = min(now - before, 2 * TICK_S), now
             for line in list(self._lines.values()):
                 self._watch(line, elapsed)
@@ -353,6 +353,6 @@ class Switchboard:
 
 
 def _limit(sock: socket.socket, seconds: float) -> None:
-    """Longest wait of a blocking read or write, for code that knows no Python sockets; 0 is none."""
+    """Set the longest wait of a blocking read or write, for code that does not use Python sockets; 0 is no limit."""
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))

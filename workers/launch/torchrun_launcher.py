@@ -3,8 +3,8 @@
     rank 0: the loop ── its own worker (trainer-0)       machine 0: engines are children of rank 0
        └── lines ──> rank 1: `follow` (trainer-1) ...    machine k: children of its first rank
 
-A rank that follows waits without a time limit until it is asked for something or told to stop. It ends when the driver does. When a call of
-its worker raises, it tells the driver why, leaves the collectives (so that nobody waits in one for it) and waits to be ended.
+A rank other than 0 waits without a time limit until it is called or told to stop. It ends when the driver does. When a call of its worker
+raises, it tells the driver why, leaves the collectives (so that no rank waits in one for it) and waits until it is ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from workers.launch.transport import Blob
 
 log = logging.getLogger(__name__)
 DRIVER = "exactrl/driver"
-"""Where the ranks' common store tells how to reach the driver."""
+"""Key in the ranks' common store; its value says how to reach the driver."""
 TERM = 15
 
 
@@ -47,13 +47,13 @@ class TorchrunLauncher(Launcher):
         preload: Sequence[str],
         undo: contextlib.ExitStack,
     ) -> None:
-        """Tell the other ranks that torchrun started where to connect, or be the only one.
+        """Tell the other ranks that torchrun started where to connect, if there are any.
 
         Args:
             logs: folder for the engines' output.
             env: variables of every engine.
             preload: modules that engines need and that take long to import.
-            undo: takes what is to be undone at the end.
+            undo: receives what must be undone at the end.
         """
         _check_port()
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -112,12 +112,12 @@ class TorchrunLauncher(Launcher):
         return [Place(self._hosts[i % self._nodes], self._visible(i, gpus)) for i in range(replicas)]
 
     def _dismiss(self) -> None:
-        """Let the other ranks go, those that wait for a worker to be built as well."""
+        """Let the other ranks end, also those that still wait for a worker to build."""
         for line in self._ranks:
             line.stop()
 
     def _visible(self, number: int, gpus: int) -> dict[str, str]:
-        """On CUDA: a replica sees its own GPUs of the node, in turn, so that with one GPU each it shares a rank's. Not verified on a machine with GPUs."""
+        """On CUDA, replicas take the GPUs of their node in turn; with one GPU each, a replica shares a rank's. Not verified on a machine with GPUs."""
         if self._device != "cuda":
             return {}
         import torch
@@ -138,7 +138,7 @@ class _HostOfRank:
         self._call("start", label=label, addresses=list(addresses), key=key, late=dict(late))
 
     def describe_end(self, label: str, patience_s: float) -> tuple[str, str]:
-        # Asked by the thread that would hear the answer; the rank that hosts it tells in its own output.
+        # The thread that asks is the one that would hear the answer; so the rank that hosts the worker says it in its own output.
         return "", f"(its log is on {self._line.host or 'its machine'})"
 
     def end(self, labels: Sequence[str], idle: bool) -> None:
@@ -184,9 +184,9 @@ def follow() -> int:
         print(f"exactrl: rank {rank}: the driver (rank 0) is gone", flush=True)
         return 1
     for end in ends:
-        end.set()  # the driver doesn't wait for this rank, whose exit code is nevertheless its own
+        end.set()  # the driver doesn't wait for this rank, which still has an exit code of its own
     _leave_process_group()
-    return 0  # what went wrong here the driver has been told; a code of our own would have torchrun kill it before it tells others
+    return 0  # the driver knows what went wrong here; with another code torchrun would kill it before it could say so
 
 
 def _serve_quietly(service: Service) -> None:
@@ -203,7 +203,7 @@ def _common_store() -> Any:
 
 
 def _leave_process_group() -> None:
-    """Whoever waits for this rank in a collective hears that it is gone."""
+    """Leave the process group, so that ranks that wait for this one in a collective notice that it is gone."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -218,7 +218,7 @@ def _check_port() -> None:
 
 
 def _unknown(patience_s: float) -> tuple[str, str]:
-    """How a rank ended is torchrun's to know, and its output is on the terminal."""
+    """Nothing: torchrun knows how a rank ended, and the rank's output is on the terminal."""
     return "", ""
 
 

@@ -1,11 +1,11 @@
-"""Values on their way between processes: pickle protocol 5 with the bytes of tensors and arrays beside the pickle.
+"""How values travel between processes: pickle protocol 5, with the bytes of tensors and arrays beside the pickle.
 
     Blob       a packed value: sizes, pickle, buffers (aligned) as one block. Small ones are bytes, large ones a memory file
     Channel    messages of blobs over a socket. On one machine a memory file's descriptor is sent, so that nothing is copied
-               through the socket and one file serves every receiver; between machines its bytes are
+               through the socket and one file serves every receiver; between machines its bytes are copied
 
-A process that has no use for a value passes its blob on unopened. Torch's own pickling copies a tensor several times (it writes a file
-format into memory); this path copies it once. Tensors arrive on the CPU, whole and contiguous, whatever device they left from: another
+A process that only passes a value on leaves its blob packed. Torch's own pickling copies a tensor several times (it writes a file
+format into memory); this path copies it once. Tensors arrive on the CPU, whole and contiguous, whatever device they were on: another
 process may see other devices.
 """
 
@@ -27,7 +27,7 @@ ALIGNMENT = 64
 """Bytes; a cache line, so that vector loads on received tensors are aligned."""
 _WRITE_LIMIT = 1 << 30
 _MOST_FILES = 8
-"""Of one message."""
+"""Most memory files in one message."""
 
 
 class Blob:
@@ -60,7 +60,7 @@ class Blob:
 
     @classmethod
     def received(cls, size: int, data: bytearray | None = None, fd: int | None = None) -> Blob:
-        """A blob that came through a channel."""
+        """Make a blob of what came through a channel."""
         blob = cls.__new__(cls)
         blob.size, blob.data, blob.fd = size, data, fd
         return blob
@@ -80,7 +80,7 @@ class Blob:
         return pickle.loads(parts[0], buffers=parts[1:])
 
     def close(self) -> None:
-        """Free the memory file; receivers, and values that were opened, keep what they mapped."""
+        """Free the memory file. Receivers, and values that were opened, keep what they have mapped."""
         fd, self.fd = self.fd, None
         if fd is not None:
             os.close(fd)
@@ -105,7 +105,7 @@ class Channel:
         """Send one message.
 
         Raises:
-            OSError: the other end is gone, or takes nothing in the socket's time limit.
+            OSError: the other end is gone, or takes nothing within the socket's time limit.
         """
         files = [blob.fd for blob in blobs if blob.fd is not None] if self._passes_files else []
         table = struct.pack("<Q", len(blobs))
@@ -130,7 +130,7 @@ class Channel:
 
         Raises:
             EOFError: the other end is gone.
-            OSError: the same, or a message was begun and not finished within the socket's time limit.
+            OSError: the same, or a message was not finished within the socket's time limit.
         """
         head, fds, _, _ = socket.recv_fds(self.sock, 8, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
         if not head:
