@@ -2,8 +2,8 @@ r"""A row's reference answer: which texts it accepts, and what it means as mathe
 
     accepted("24")  accepted(24)  accepted(["24", "24.0"])  accepted({"target": [...]})  -->  a list of texts, any of which is right
 
-Mathematics is read by the library `math-verify`. It reads LaTeX well and, by itself, some things that people write
-differently than meant: `25\%` as 25, `45°` and `√2` as mere text, `0.\overline{3}` as 0, `1e-05` as e - 5. `plain_latex` writes those so that it can't.
+Mathematics is read by the library `math-verify`. It reads LaTeX well, but misreads some things
+that people write: `25\%` as 25, `45°` and `√2` as mere text, `0.\overline{3}` as 0, `1e-05` as e - 5. `plain_latex` rewrites those first.
 
 This file is imported where reward functions run: keep it light.
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 ANSWER_KEYS = ("target", "ground_truth")
 """A mapping with one of these holds the accepted answers there (Search-R1, verl)."""
 CHECKED_EXPRESSIONS = 5_000
-"""Different answers, plain numbers aside, that are parsed before training starts, at most; a parse takes some milliseconds."""
+"""At most so many different answers, plain numbers not counted, are parsed before training starts; a parse takes some milliseconds."""
 _IGNORED_KEYS = {"style"}
 _PARSE_LIMIT_S = 5
 _LARGEST_EXPONENT = 400
@@ -48,14 +48,14 @@ _SYMBOLS = {"°": r"^\circ ", "−": "-", "∞": r"\infty ", "×": r"\times ", "
 
 
 class AnswerError(ValueError):
-    """A row's answer can't be what a function that compares with it needs; says why."""
+    """A reward function can't compare with a row's answer; the message says why."""
 
 
 def accepted(answer: Any) -> list[str]:
     """The texts that a row's answer accepts.
 
     Args:
-        answer: text, a number (written without exponent, and as Python writes it), a list of these, or a mapping that has them under one of
+        answer: text; a number (accepted without exponent, and as Python writes it); a list of these; or a mapping that has them under one of
             `ANSWER_KEYS` and nothing else.
 
     Raises:
@@ -88,9 +88,9 @@ def accepted(answer: Any) -> list[str]:
 
 
 def expression(text: str, parsing_timeout: int | None = None) -> list[Any]:
-    r"""What an answer means: the library's reading, without its fall-back to mere text.
+    r"""What an answer means: what the library reads, without its fallback to mere text.
 
-    `\boxed{...}` and `$...$` mark what is meant. Without them all of the text is; a dollar that is escaped or alone is money.
+    `\boxed{...}` and `$...$` mark the expression. Without them the whole text is the expression. A dollar sign that is escaped or alone means money.
 
     Raises:
         AnswerError: it is no mathematical expression.
@@ -113,11 +113,11 @@ def is_right(given: str, gold: list[Any], bare: bool = False) -> bool:
     """Whether the last expression of a response equals an answer's `expression`.
 
     Args:
-        bare: the text is an answer by itself (it followed a marker), so it is an expression also without `$` or a box.
+        bare: the text is an answer by itself (it followed a marker), so it needs no `$` or box to be an expression.
     """
     from math_verify import verify
 
-    # What a model writes may be any text: one that can't be parsed or compared is a wrong answer, not an error.
+    # A model may write any text: when it can't be parsed or compared, it is a wrong answer, not an error.
     for text in dict.fromkeys([plain_latex(given), plain_latex(given, scientific=False)]):  # 3e-5 may also be 3e - 5
         for form in [text, f"${' '.join(text.split())}$"] if bare else [text]:
             found = _parse(form, None)
@@ -127,10 +127,10 @@ def is_right(given: str, gold: list[Any], bare: bool = False) -> bool:
 
 
 def plain_latex(text: str, scientific: bool = True) -> str:
-    r"""Text with what the library misreads written as LaTeX that it reads.
+    r"""The text, with whatever the library misreads rewritten as LaTeX that it reads correctly.
 
     Args:
-        scientific: `1e-05` is a number, and no difference with Euler's e in it.
+        scientific: take `1e-05` for a number, not for a difference with Euler's e in it.
 
     Example:
         >>> plain_latex(r"25\% of √2, 0.1\overline{6} or 1e-05")
@@ -154,7 +154,7 @@ def plain_latex(text: str, scientific: bool = True) -> str:
 def check_answers(reward: RewardConfig, prompts: Iterable[Prompt]) -> None:
     """Refuse rows that a configured `exact_match` or `math_verify` could never score, before anything starts.
 
-    Rows of streaming sources are not there to be looked at; theirs fail when they are scored.
+    Rows of streaming sources are not known yet; they fail when they are scored.
 
     Raises:
         AnswerError: names the row.
@@ -184,7 +184,7 @@ def check_answers(reward: RewardConfig, prompts: Iterable[Prompt]) -> None:
 def _parse_text(text: str, parsing_timeout: int | None) -> tuple[Any, ...]:
     from math_verify import parse
 
-    # Its own limit is off where a score is made: it counts a slow parse as a wrong answer, so the score would depend on the machine's load.
+    # The library's own time limit is off for scores: it counts a slow parse as a wrong answer, so a score would depend on the machine's load.
     return tuple(parse(text, fallback_mode="no_fallback", parsing_timeout=parsing_timeout))
 
 

@@ -1,6 +1,6 @@
-"""A process of reward functions, as the trainer sees it: started, asked, ended with everything that it started.
+"""A process of reward functions, as the trainer sees it: how it is started, called, and ended together with everything that it started.
 
-Calls go in pickled. What comes back is JSON and is checked: whatever a function writes into the connection, nothing of it is executed here.
+Calls go in pickled. What comes back is JSON and is checked, so nothing that a function writes into the connection is ever executed here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from workers.launch.lifeline import exit_text, log_size, log_tail
 START_TIMEOUT_S = 120.0
 """Longest start of a process, seconds: interpreter, imports of the functions."""
 ASYNC_GRACE_S = 1.0
-"""Seconds beyond the limit for a process of async calls, which ends late calls itself."""
+"""Seconds beyond the limit that a process of async calls is given; it ends late calls itself."""
 _END_TIMEOUT_S = 10.0
 _LONGEST_LINE = 1 << 26
 
 
 class Lost(Exception):
-    """A process gives no further answer, and has been ended; says how, with the end of its log."""
+    """A process gives no further answer and has been ended; the message says how, with the end of its log."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
     """How a loaded function is called."""
 
     wanted: tuple[str, ...]
-    """Parameters that the sample fills."""
+    """Its parameters that are filled from the sample."""
     batched: bool
     is_async: bool
 
@@ -69,7 +69,7 @@ class FunctionProcess:
                 output = stack.enter_context(log.open("ab"))
             self._log_start = log_size(log) if log is not None else 0
             self._process = subprocess.Popen(
-                # Unbuffered: what a function printed before it was killed is what its author wants to read.
+                # Unbuffered: the author of a function that was killed wants to read what it printed last.
                 [sys.executable, "-u", "-m", "reward.function_worker", str(os.getpid()), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -81,7 +81,7 @@ class FunctionProcess:
         self.pid = self._process.pid
 
     def load(self) -> list[Kind]:
-        """Load the functions; how each is called.
+        """Load the functions; returns how each is called.
 
         Raises:
             Lost: one can't be loaded.
@@ -94,7 +94,7 @@ class FunctionProcess:
         return [Kind(tuple(wanted), batched, is_async) for wanted, batched, is_async in kinds]
 
     def is_ready(self) -> bool:
-        """Whether it can be asked: it is alive, and has not said anything that it was not asked for."""
+        """Whether it can take calls: it is alive, and has sent nothing that it was not asked for."""
         if self._killed or self._process.poll() is not None:
             return False
         self._socket.settimeout(0)
@@ -106,9 +106,9 @@ class FunctionProcess:
         """Call function `index` with the samples of each of `calls`; (its key, its outcome) as each ends.
 
         Raises:
-            Lost: the process died, a call was too late, or something else than an outcome came.
+            Lost: the process died, a call was too late, or something other than an outcome came.
         """
-        # Numbers that were never used before: an answer too many (a function wrote one itself) can't pass for another call's.
+        # Keys that were never used before: a surplus answer (one that a function wrote itself) can't be taken for another call's.
         first, self._calls = self._calls, self._calls + len(calls)
         remaining = dict(zip(range(first, self._calls), calls, strict=True))
         self._send((index, list(zip(remaining, calls.values(), strict=True))))
@@ -126,9 +126,9 @@ class FunctionProcess:
             yield key, entries
 
     def kill(self) -> None:
-        """Have it and everything that it started killed, without waiting; from any thread."""
+        """Kill it and everything that it started, without waiting; may be called from any thread."""
         self._killed = True
-        self._process.terminate()  # the keeper kills the others, and ends
+        self._process.terminate()  # the keeper kills the others, then ends
 
     def end(self) -> None:
         """`kill`, and wait; safe to call twice."""
@@ -142,7 +142,7 @@ class FunctionProcess:
         self._socket.close()
 
     def _send(self, message: Any) -> None:
-        # A limit: threads that a function left behind may keep the process from reading. That it is gone shows when it does not answer.
+        # With a limit: threads that a function left behind may keep the process from reading. If it is gone, that shows when it does not answer.
         with contextlib.suppress(OSError):
             self._socket.settimeout(_END_TIMEOUT_S)
             self._socket.sendall(pickle.dumps(message))
@@ -160,7 +160,7 @@ class FunctionProcess:
         except OSError:
             pass  # a reset connection: it is gone
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # for its own exit code; a process that only closed its connection is still there
+            self._process.wait(1.0)  # to read its exit code; a process that only closed its connection is still running
         code = self._process.poll()
         raise self._lost("died", "closed its connection; killed" if code is None else exit_text(_shell_code(code)))
 

@@ -2,12 +2,12 @@
 
     trainer ── keeper ── worker: loads the functions and calls them ── whatever they start
 
-The keeper is this program's first process, the worker its fork. The keeper adopts whatever loses its parent below it (a double fork, a session
-of its own); once the worker has ended, or the trainer is gone or sends SIGTERM, it kills all that is left. It also carries the
-output to the log, so that the log can have a limit.
+The keeper is this program's first process; the worker is its fork. The keeper becomes the parent of every process below it that loses its own
+(after a double fork, or in a session of its own). Once the worker has ended, or the trainer is gone or sends SIGTERM, the keeper kills whatever is
+left. It also copies the output to the log, so that the log can have a limit.
 
 In (pickled):  the functions, once; then (function, [(key, samples), ...]) again and again.
-Out (JSON):    [[wanted, batched, async], ...], or a text that says why not, once; then [key, outcome] after each call.
+Out (JSON):    once, [[wanted, batched, async], ...] or a text that says why loading failed; then [key, outcome] after each call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from reward.outcomes import Outcome, checked, checked_batch, describe
 from workers.launch.lifeline import die_with_parent
 
 LOG_LIMIT = 8 << 20
-"""Bytes of a log. One that would grow beyond keeps its first half, and what came last after it."""
+"""Largest size of a log in bytes. A log that would grow beyond it keeps its first half, and after that what came last."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -83,7 +83,7 @@ def _outlive(worker: int) -> int:
 
 
 def _copy(source: int, log: int) -> None:
-    """Whatever is written to `source`, into the log."""
+    """Copy whatever is written to `source` into the log."""
     notice = f"\n--- output is missing here: a log takes {LOG_LIMIT >> 20} MiB, its first half and what came last ---\n"
     while data := os.read(source, 1 << 16):
         with contextlib.suppress(OSError):  # a full disk; the functions must not wait for it
@@ -110,7 +110,7 @@ class _Worker:
             try:
                 functions.append((load_function(config.function, config.params), config.timeout_s))
             except BaseException as error:  # a module may do anything while it is imported, exit included
-                # Our own errors say it all in their line; a module of the user's that breaks shows where.
+                # One line of our own errors says enough; for a user's module that breaks, the traceback shows where.
                 why = str(error) if isinstance(error, FunctionError) else describe(error, __file__)
                 return self._tell(f"reward source {config.name!r} cannot be used: {why}")
         self._tell([[f.wanted, f.batched, f.is_async] for f, _ in functions])
@@ -139,7 +139,7 @@ class _Worker:
                 value = await asyncio.wait_for(function.call(**_arguments(function, samples)), limit)
                 outcome = _outcome(function, value, len(samples))
             except BaseException as error:
-                # The limit's own error has no message; one that the function raised is the function's.
+                # The limit's own timeout error has no message; one with a message was raised by the function.
                 late = isinstance(error, TimeoutError) and not error.args
                 told: Outcome = [("timeout", f"no result within {limit:g} s")] * len(samples)
                 outcome = told if late else _raised(error, len(samples))
@@ -156,7 +156,7 @@ class _Worker:
 
     def _tell(self, message: Any) -> None:
         if os.getpid() != self.pid:
-            os._exit(0)  # a child that a function forked came back through it: the answer is the parent's to give
+            os._exit(0)  # a child that a function forked has returned from it; only the parent answers
         self.stream.write(json.dumps(message).encode() + b"\n")
         self.stream.flush()
 

@@ -1,6 +1,6 @@
 """Built-in reward functions, and how a function named in the config is found and called.
 
-A reward function is a plain Python function. It names, as parameters, what it wants to see:
+A reward function is a plain Python function. Its parameters say what it wants to see:
 
     prompt      the rendered prompt, text
     response    the response without special tokens, text
@@ -9,13 +9,13 @@ A reward function is a plain Python function. It names, as parameters, what it w
     extra       the row's remaining columns, a dict
     messages    the conversation, a list of dicts with role and content
 
-and further parameters of its own, which `params` of the config fill. It returns a finite number. For example:
+It may have further parameters of its own, which `params` of the config fill. It returns a finite number. For example:
 
     def shorter_is_better(response, limit=100):
         return 1.0 if len(response) <= limit else 0.0
 
-With the plural names (`prompts`, `responses`, `responses_with_special_tokens`, `answers`, `extras`, `conversations`) it gets the whole step's samples in lists, in canonical
-order, in one call, and returns a list of numbers, one a sample. `async def` functions are awaited, several at a time.
+With the plural names (`prompts`, `responses`, `responses_with_special_tokens`, `answers`, `extras`, `conversations`) it gets the
+samples of the whole step as lists, in canonical order, in one call, and returns a list of numbers, one per sample. `async def` functions are awaited, several at a time.
 
 Functions run in processes of their own (`reward/pool.py`). This file is imported there: keep it light.
 """
@@ -50,7 +50,7 @@ BATCHED = {
     "extras": "extra",
     "conversations": "messages",
 }
-"""Parameters of a function that scores all samples at once, and the field that each lists."""
+"""Parameters of a function that scores all samples at once, each with the field that it lists."""
 
 
 class FunctionError(ValueError):
@@ -75,12 +75,12 @@ def load_function(spec: str, params: Mapping[str, Any]) -> LoadedFunction:
     """Find a function by name, `package.module:function` or `path/to/file.py:function`, and bind its parameters.
 
     Raises:
-        FunctionError: nothing there; it takes no sample field; it mixes single and plural fields; a parameter without a value, or a value
-            for a parameter that it does not have.
+        FunctionError: there is no such function; it takes no sample field; it mixes single and plural fields; a parameter has no value; there is a
+            value for a parameter that it does not have.
     """
     function = BUILT_IN.get(spec) or _find(spec)
     if spec in LIBRARIES:
-        importlib.import_module(LIBRARIES[spec])  # seconds of a first import do not belong into a call's limit
+        importlib.import_module(LIBRARIES[spec])  # a first import takes seconds, too long for a call's limit
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -165,7 +165,7 @@ def exact_match(
 def math_verify(response: str, answer: Any, *, marker: str | None = None, end_marker: str | None = None) -> float:
     """1.0 when the response's last mathematical expression equals the answer, or one of the accepted answers (library `math-verify`), else 0.0.
 
-    How answers are read: `reward/answers.py`. The pool's limit makes a comparison that takes too long an error.
+    How answers are read: `reward/answers.py`. A comparison that takes longer than the pool's time limit is an error.
 
     Args:
         answer: reference; its forms are those of `reward.answers.accepted`.
@@ -249,12 +249,12 @@ async def http(
     attempt_timeout_s: float = 5.0,
     score_key: str = "score",
 ) -> float:
-    """The number a service gives: a JSON POST of prompt, response, answer, extra and messages; the reply's `score_key` is the score.
+    """The score from an HTTP service: a JSON POST of prompt, response, answer, extra and messages; the reply's `score_key` is the score.
 
     Args:
         url: address of the service.
         headers: further HTTP headers.
-        attempts: tries at connection errors, timeouts, status 429 and 5xx; the wait doubles from `backoff_s`.
+        attempts: most tries after connection errors, timeouts, status 429 and 5xx; the wait doubles from `backoff_s`.
         backoff_s: first wait between tries, seconds.
         attempt_timeout_s: limit of one try, seconds; the source's `timeout_s` bounds all of them.
         score_key: field of the reply.
@@ -281,7 +281,7 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "reasoning_gym": reasoning_gym,
     "http": http,
 }
-"""Functions that the config names without a module."""
+"""Built-in functions, which the config names without a module."""
 
 LIBRARIES = {"math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}
 """What a built-in function needs; imported when it is loaded."""

@@ -1,10 +1,10 @@
-"""Scores episodes: the reward model and the functions at the same time, then one weighted sum a sample.
+"""Scores episodes: the reward model and the functions at the same time, then one weighted sum per sample.
 
     episodes --> functions in the pool (main process)  --+
              --> reward model's replicas               --+--> by source --> error policy --> sum --> [normalise] --> Score
 
 Sources are added in a fixed order (the reward model, then the functions as configured). A source that fails on a sample never counts as
-a reward of 0: `reward.on_error` decides, and the failure is named. NaN and infinity end here.
+a reward of 0: `reward.on_error` decides what happens, and the failure is named. NaN and infinity are failures too.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class RewardManager:
         model_group: reward engines; needed when `config.model.path` is set.
         tokenizer: the reward model's.
         log_dir: for the functions' output; None discards it.
-        model_context: tokens that the reward model takes; longer conversations are failures of their samples.
+        model_context: most tokens that the reward model takes; the sample of a longer conversation fails.
         decode_all: response ids to text, special tokens included; for functions that ask for it.
 
     Raises:
-        RewardError: no source, two of one name, an unknown error policy, a reward model without engines.
+        RewardError: no source, two with the same name, an unknown error policy, a reward model without engines.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RewardManager:
             self._pool = FunctionPool(config.functions, config.function_workers, log_dir=log_dir)
 
     def begin(self) -> PendingRewards:
-        """Rewards of a batch that is still being made: its episodes may be added as they finish."""
+        """Rewards of a batch that is still being sampled: its episodes may be added as they finish."""
         model = None
         if self._model_group is not None:
             model = PendingModelScores(self._model_group, self._tokenizer, self.config.model, self._model_context)
@@ -89,7 +89,7 @@ class RewardManager:
         """Scores for training, in the episodes' order, and their metrics (`reward_metrics`).
 
         Args:
-            pending: what was begun for these episodes; None begins here.
+            pending: what `begin` returned for these episodes; None begins here.
             all_may_drop: these are not all of the step's episodes, so it is no error when every one is dropped.
 
         Raises:
@@ -109,7 +109,7 @@ class RewardManager:
         return self._normalised(scores, metrics), metrics
 
     def evaluate(self, episodes: Sequence[Episode], pending: PendingRewards | None = None) -> list[Score]:
-        """Scores for validation: as `score`, but raw (no normalisation), and nothing that training remembers is touched."""
+        """Scores for validation: as `score`, but raw (no normalisation), and without a change to the state of training."""
         return self._combine(episodes, self._results(episodes, pending))
 
     @property
@@ -161,7 +161,7 @@ class RewardManager:
 
     def _submit(self, episodes: Sequence[Episode]) -> Future[SourceResults]:
         assert self._pool is not None
-        # A source of weight 0 may fail without consequence: then its failure must not stop the others.
+        # A source of weight 0 may fail without consequence, so its failure must not stop the others.
         stop = self.config.on_error == "fail" and all(source.weight != 0 for source in self.sources)
         return self._pool.submit(self._function_samples(episodes), stop_at_failure=stop)
 
@@ -183,7 +183,7 @@ class RewardManager:
         found = []
         for name, values in first.items():
             for row, (one, other) in enumerate(zip(values, second[name], strict=True)):
-                # A failure is the error policy's business.
+                # Failures are left to the error policy.
                 if isinstance(one, float) and isinstance(other, float) and one != other:
                     found.append(
                         f"reward source {name!r} gave sample {sample_name(episodes[row])} {one!r}, then {other!r}"
@@ -217,7 +217,7 @@ class RewardManager:
     def _score_row(self, row: int, weights: Mapping[str, float], results: SourceResults) -> Score:
         values = {name: entries[row] for name, entries in results.items()}
         by_source = {name: value for name, value in values.items() if isinstance(value, float)}
-        # A source of weight 0 is only watched: that it failed changes no reward.
+        # A source of weight 0 is only logged: its failure changes no reward.
         failures = [v for name, v in values.items() if isinstance(v, CallFailure) and weights[name] != 0]
         total = _weighted_sum(by_source, weights)
         error = "; ".join(str(failure) for failure in failures) or None
@@ -230,7 +230,7 @@ class RewardManager:
         return Score(0.0, by_source, dropped=True, error=error)
 
     def _normalised(self, scores: list[Score], metrics: dict[str, float]) -> list[Score]:
-        """Totals in running standard deviations; a penalty stays what it is and is not counted."""
+        """Totals in running standard deviations. A penalty stays as it is and does not enter the statistics."""
         if self._normaliser is None:
             return scores
         self._normaliser.update([score.total for score in scores if score.error is None])

@@ -80,10 +80,10 @@ def reward_tokens(prompt: Prompt, response_text: str, tokenizer: Any, config: Re
 
 
 def plain_text(prompt: Prompt) -> str:
-    """What the messages of a prompt say, a line break between them; no roles, no template, no special tokens.
+    """The texts of a prompt's messages, with a line break between them; no roles, no template, no special tokens.
 
     Raises:
-        ValueError: a message holds something else than text; names the prompt.
+        ValueError: a message holds something other than text; names the prompt.
     """
     texts = []
     for message in prompt.messages:
@@ -101,7 +101,7 @@ def plain_text(prompt: Prompt) -> str:
 def check_plain_text(prompts: Iterable[Prompt], policy_tokenizer: Any, reward_tokenizer: Any) -> None:
     """Refuse rows that a reward model without a chat template can't be given: no text, or the policy's markup written into it.
 
-    A row that was rendered before it was saved holds special tokens as text. Where the reward model has the same ones that is as meant.
+    A row that was rendered before it was saved holds special tokens as text. That is accepted where the reward model has the same special tokens.
 
     Raises:
         ValueError: names the row.
@@ -122,7 +122,7 @@ def effective_max_num_seqs(config: RewardModelConfig, full_determinism: bool) ->
     """Sequences scored at once: 1 under full determinism, whatever is configured, with a warning when that differs.
 
     A pooled logit comes out of matrix products over all sequences of a batch, and which sequences share a batch depends on
-    when they arrive; one at a time, a score can depend on nothing but its own tokens.
+    when they arrive. One at a time, a score can depend only on its own tokens.
     """
     if full_determinism and config.max_num_seqs != 1:
         logger.warning(
@@ -139,7 +139,7 @@ def check_reward_model(path: str | Path) -> None:
     """Refuse a checkpoint that does not give one logit, or whose weight files are not its own; reads `config.json` and names only.
 
     Raises:
-        ValueError: no `config.json`, not a sequence classifier, or another number of labels than one (named);
+        ValueError: no `config.json`, not a sequence classifier, or a number of labels other than one (named);
             weight files as in `workers.checkpoint_files.weight_files`.
     """
     file = Path(path) / "config.json"
@@ -202,7 +202,7 @@ class RewardModelEngine:
             "runner": "pooling",
             "pooler_config": {"use_activation": False},
             "max_num_seqs": effective_max_num_seqs(config, full_determinism),
-            # A whole conversation fits one step: with chunked prefill off vLLM asks for that.
+            # A whole conversation must fit one step: vLLM requires that when chunked prefill is off.
             "max_num_batched_tokens": max(max_model_len, 8192),
             "enable_prefix_caching": False,
             "enable_chunked_prefill": False,
@@ -223,7 +223,7 @@ class RewardModelEngine:
         self._running = RunningRequests(self._engine)
 
     def add(self, number: int, token_ids: list[int]) -> None:
-        """Take a conversation on, in the reward model's vocabulary (`reward_tokens`); `step` will call it `number`.
+        """Take a conversation in the reward model's vocabulary (`reward_tokens`); `step` returns its result under `number`.
 
         Raises:
             ValueError: it is empty or over-long (`RewardInput.check` names samples).
@@ -252,7 +252,7 @@ class RewardModelEngine:
 
 
 def _num_labels(settings: Mapping[str, Any]) -> int:
-    """As transformers counts them: `id2label` is what a checkpoint stores; without it there are two."""
+    """Number of labels, as transformers counts them: those of `id2label`, which a checkpoint stores; without it there are two."""
     if "id2label" in settings:
         return len(settings["id2label"])
     return int(settings.get("num_labels", 2))

@@ -1,4 +1,4 @@
-"""What a reward function returned or raised, as plain values. A function may return anything: an object that raises when it is looked at, too."""
+"""What a reward function returned or raised, as plain values. A function may return anything, even an object that raises when it is inspected."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from reward.functions import LARGEST_REWARD
 
 Outcome = list[float | tuple[str, str]]
-"""An entry a sample: a finite number, or (kind, message) of a failure."""
+"""One entry per sample: a finite number, or (kind, message) of a failure."""
 _MESSAGE_CHARS = 4000
 
 
 def checked(value: Any) -> float | tuple[str, str]:
-    """The number that `value` is, or what is wrong with it."""
+    """`value` as a number, or what is wrong with it."""
     try:
         if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
             value = value.item()
@@ -66,11 +66,11 @@ def describe(error: BaseException, host: str) -> str:
         frames = frames.tb_next
     try:
         text = _plain("".join(traceback.format_exception(type(error), error, frames)).rstrip())
-    except BaseException:  # an exception can be as odd as any other object
+    except BaseException:  # an exception may misbehave like any other object
         text = f"{type(error).__name__} (its traceback can't be printed)"
     return text if len(text) <= _MESSAGE_CHARS else "..." + text[-_MESSAGE_CHARS:]
 
 
 def _plain(text: str) -> str:
-    """Text that every file takes: half of a surrogate pair is written as its escape."""
+    """Text that can be written to any file: half of a surrogate pair becomes its escape."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,11 +1,11 @@
-"""Rewards that are being made, while responses are still being generated and while the trainer is at work.
+"""Rewards that are computed while responses are still being generated and while the trainer works.
 
     episode finished ──add──> reward engines ──> future of a score        (one conversation, one score)
     batch complete ──complete──> functions on the whole batch ──> future of their results
 
 With `max_num_seqs=1` and no prefix cache a score is a function of its own conversation, so the order in which conversations are
 scored, and what else happens meanwhile, can't change a bit. For the same reason samples of a batch with the same conversation share
-one score (a group of short answers has many such): it is computed once.
+one score, which is computed once. (A group of short answers has many such samples.)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RewardError(RuntimeError):
 
 
 class PendingRewards:
-    """One batch on its way through all sources; see `RewardManager.begin`.
+    """One batch while it is scored by all sources; see `RewardManager.begin`.
 
     Args:
         model: the reward model's part; None when none is served.
@@ -49,14 +49,14 @@ class PendingRewards:
         self._submit = submit
 
     def add(self, episode: Episode) -> None:
-        """This episode has finished, while others are still being sampled. Not from two threads at once."""
+        """Take an episode that has finished while others are still being sampled. Not to be called from two threads at once."""
         if self.model is not None:
             self.model.add(episode)
 
     def complete(self, episodes: Sequence[Episode]) -> None:
-        """The batch is these episodes, in canonical order; every source goes to work. Safe to call twice."""
+        """Say that the batch consists of these episodes, in canonical order: every source starts. Safe to call twice."""
         if self._submit is not None:
-            # First: they work in processes of their own, and start while the reward model's tokens are made.
+            # Functions first: they run in processes of their own, while the reward model's tokens are made here.
             self.functions = self._submit(episodes)
             self._submit = None
         for episode in episodes:
@@ -70,7 +70,7 @@ class PendingModelScores:
         group: the reward engines.
         tokenizer: the reward model's.
         config: `reward.model`.
-        context: tokens that the reward model takes; longer conversations are failures of their samples.
+        context: most tokens that the reward model takes; the sample of a longer conversation fails.
     """
 
     def __init__(self, group: WorkerGroup, tokenizer: Any, config: RewardModelConfig, context: int | None) -> None:
@@ -97,7 +97,7 @@ class PendingModelScores:
             self.add(episode)
         done, _ = wait(self._by_conversation.values(), return_when=FIRST_EXCEPTION)
         for future in done:
-            future.result()  # a failure is raised at once, and the rest is not waited for
+            future.result()  # a failure is raised at once, without waiting for the rest
         return [self._score(episode) for episode in episodes]
 
     def _ask(self, episode: Episode) -> Future[float] | CallFailure:

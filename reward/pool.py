@@ -1,10 +1,10 @@
 """Runs reward functions in processes of their own, with a time limit for each call.
 
-    samples --> portions of calls --> threads, each with a process --> outcomes, in the samples' order
+    samples --> portions of calls --> threads, each with one process --> outcomes, in the samples' order
 
-A process answers after each call, so a limit counts one call and not its portion. A process that overruns it is killed with everything
-that it started, its other calls are made by another, and the sample gets a `CallFailure`: never a reward. The limit is wall
-time; a process's start (interpreter, imports) is outside of it.
+A process answers after each call, so the time limit is for one call and not for its portion. A process that overruns it is killed with
+everything that it started, and another process makes its other calls. The sample gets a `CallFailure`, never a reward. The limit is wall
+time; a process's start (interpreter, imports) does not count.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from reward.functions import BATCHED
 from reward.outcomes import Outcome
 
 PORTION = 64
-"""Calls sent to a process at once, at most."""
+"""Most calls that are sent to a process at once."""
 GIVE_UP_AFTER = 8
-"""Calls of one function that overrun the limit in a row before the step's remaining calls of it are not made any more."""
+"""After this many calls in a row that overran the limit, a function is not called again in the step."""
 
 
 class PoolError(UserError, RuntimeError):
@@ -66,7 +66,7 @@ class CallFailure:
 
 
 SourceResults = dict[str, list[float | CallFailure]]
-"""Per source, in the configured order: an entry a sample, in the samples' order."""
+"""Per source, in the configured order: one entry per sample, in the samples' order."""
 
 
 class FunctionPool:
@@ -91,14 +91,14 @@ class FunctionPool:
             raise ValueError(f"reward.function_workers is {workers}; it must be at least 1")
         self.functions = tuple(functions)
         self.kinds: list[Kind] = []
-        """One a function, once a process has loaded them."""
+        """One per function, once a process has loaded them."""
         self._log_dir, self._env = log_dir, dict(env or {})
         self._lock, self._closed = threading.Lock(), False
         self._processes: list[FunctionProcess | None] = [None] * workers
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()  # slots of `_processes`
         for slot in range(workers):
             self._free.put(slot)
-        # They live as long as the pool: the kernel ends a process with the thread that started it.
+        # These threads live as long as the pool, because the kernel ends a process with the thread that started it.
         self._jobs = ThreadPoolExecutor(1, "reward-pool")
         self._threads = ThreadPoolExecutor(workers, "reward-functions")
 
@@ -111,7 +111,7 @@ class FunctionPool:
         self._jobs.submit(self._load).result()
 
     def wants(self, field: str) -> bool:
-        """Whether some function takes this field of `FunctionSample`; loads the functions if that has not been done. Raises as `start`."""
+        """Whether some function takes this field of `FunctionSample`; loads the functions if that has not been done. Raises the same errors as `start`."""
         if not self.kinds:
             self.start()
         return any(field == BATCHED.get(name, name) for kind in self.kinds for name in kind.wanted)
@@ -121,7 +121,7 @@ class FunctionPool:
 
         Args:
             samples: what to score.
-            stop_at_failure: after the first failure make no further calls; they come back as failures of kind `skipped`.
+            stop_at_failure: make no further calls after the first failure; those samples get failures of kind `skipped`.
 
         Returns:
             A future of the results; it raises `PoolError`.
@@ -137,7 +137,7 @@ class FunctionPool:
         return [process.pid for process in self._processes if process is not None]
 
     def close(self) -> None:
-        """End every process, in the middle of a call too; safe to call twice."""
+        """End every process, also in the middle of a call; safe to call twice."""
         with self._lock:
             self._closed = True
         self._kill()  # which wakes the threads that listen
@@ -171,13 +171,13 @@ class FunctionPool:
         """The calls of a function, {number: rows of the samples that it scores}, in portions for one process each."""
         kind, rows = self.kinds[index], list(range(samples))
         calls = [rows] * (samples > 0) if kind.batched else [[row] for row in rows]
-        # Several portions a process, so that one with slow calls does not keep the others waiting at the end.
+        # Several portions per process, so that a process with slow calls does not keep the others waiting at the end.
         share = max(1, -(-len(calls) // (4 * len(self._processes))))
         size = self.functions[index].concurrency if kind.is_async else min(PORTION, share)
         return [dict(enumerate(calls[at : at + size])) for at in range(0, len(calls), size)]
 
     def _work(self, job: _Job, index: int, calls: dict[int, list[int]]) -> None:
-        """Make these calls; what a process that was lost has not answered is asked of the next."""
+        """Make these calls. When a process is lost, the next one makes the calls that it has not answered."""
         kind, one_by_one = self.kinds[index], False
         slot = self._free.get()
         try:
@@ -193,19 +193,19 @@ class FunctionPool:
                 except Lost as lost:
                     self._check_open()
                     if kind.is_async and len(some) > 1:
-                        one_by_one = True  # they ran together; so they show which of them it was
+                        one_by_one = True  # they ran together; one at a time shows which of them it was
                     elif not job.stopped:
                         rows = calls.pop(next(iter(calls)))
                         job.record(index, rows, [(lost.kind, str(lost))] * len(rows))
         except BaseException:
-            if not job.stopped:  # else it was killed while it started
+            if not job.stopped:  # otherwise it was killed while it started
                 job.stopped = True
                 raise
         finally:
             self._free.put(slot)
 
     def _process(self, slot: int) -> FunctionProcess:
-        """The slot's process, ready for calls. One that ended between calls is replaced: none of them is to blame."""
+        """The slot's process, ready for calls. One that ended between calls is replaced, and no call is blamed for it."""
         process = self._processes[slot]
         if process is not None and process.is_ready():
             return process
@@ -271,7 +271,7 @@ class _Job:
             self.stopped |= bool(failures) and self._stop_at_failure
 
     def results(self) -> SourceResults:
-        """Every entry, in the samples' order."""
+        """All entries, in the samples' order."""
         return {
             function.name: [
                 entry

@@ -1,8 +1,8 @@
-"""Rollout engines: what one must do, which there are, and all replicas of a run as the driver sees them.
+"""Rollout engines: the methods that one must have, the list of engines, and all replicas of a run as the driver sees them.
 
     GenerationRequest --RolloutEngines.submit--> a replica's process: RolloutEngine.add, step, step, ... --> future of a Generation
 
-Another engine is one file with a class that has `RolloutEngine`'s methods, and one line in `ENGINES`.
+To add an engine, write one file with a class that has `RolloutEngine`'s methods, and add one line to `ENGINES`.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ENGINES = {"vllm": "rollout.vllm_engine:VLLMEngine"}
-"""Name (`rollout.engine`) -> module and class. Built with the arguments of `VLLMEngine`."""
+"""Name (`rollout.engine`) -> module and class. The class is built with the arguments of `VLLMEngine`."""
 
 
 class RolloutEngine(Protocol):
     """One replica. Its process is its own, so it may touch global generators and thread pools."""
 
     work: str
-    """`generate`: what its work is called in metrics (`timing_s/busy/generate`)."""
+    """`generate`: the name of its work in metrics (`timing_s/busy/generate`)."""
 
     def add(self, number: int, request: GenerationRequest) -> None:
-        """Take a request on; others may be in work.
+        """Take a request; others may still be running.
 
         Args:
-            number: what `step` will call it.
+            number: `step` returns its result under this number.
 
         Raises:
-            ValueError: it cannot be served as asked (too long for the context, ...).
+            ValueError: it cannot be served as asked (because it is too long for the context, for example).
         """
         ...
 
     def step(self) -> Sequence[tuple[int, Generation]]:
-        """Work for a moment; what has finished. Called while requests are in work."""
+        """Work for a moment, and return what has finished. Called as long as requests are running."""
         ...
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Replace the policy's weights; later generations carry `weight_version=version`. No request is in work.
+        """Replace the policy's weights; later generations carry `weight_version=version`. No request is running.
 
         Args:
             tensors: every parameter under its checkpoint name, full (not sharded), on any device, any float dtype.
@@ -59,11 +59,11 @@ class RolloutEngine(Protocol):
         ...
 
     def take_counts(self) -> dict[str, int]:
-        """What was counted since this was last asked, by metric name; asked while requests are in work too."""
+        """What was counted since the last call, by metric name. May be called while requests are running."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What is in force in this process, read back, for the run's manifest."""
+        """The settings in force in this process, as read back from it, for the run's manifest."""
         ...
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class RolloutEngines:
     """All replicas. Requests may be submitted at any time; no replica waits for another.
 
     Args:
-        group: a `RolloutEngine` in each worker.
+        group: each worker is a `RolloutEngine`.
         keep_groups: `rollout.serialize_group_samples`.
     """
 
@@ -91,7 +91,7 @@ class RolloutEngines:
         self._loading: list[Future[Blob]] = []
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Generation]]:
-        """Place requests on replicas; a future for each, in their order."""
+        """Place requests on replicas; one future for each, in their order."""
         futures: dict[Any, Future[Generation]] = {}
         for replica, share in enumerate(assign(requests, self.group.size, keep_groups=self._keep_groups)):
             found = self.group.submit(replica, share)
@@ -99,11 +99,11 @@ class RolloutEngines:
         return [futures[request.key] for request in requests]
 
     def ask_each(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
-        """Give the same requests to every replica, and wait; a list a replica, in the order of `requests`."""
+        """Give the same requests to every replica, and wait; one list per replica, in the order of `requests`."""
         return ask_each(self.group, requests)
 
     def counts(self) -> dict[str, float]:
-        """What all replicas have counted since this was last asked (`rollout/preemptions`)."""
+        """What all replicas have counted since the last call (`rollout/preemptions`)."""
         total: dict[str, float] = {}
         for counts in self.group.run(COUNTS):
             for name, count in counts.items():
@@ -111,7 +111,7 @@ class RolloutEngines:
         return total
 
     def load_weights(self, weights: Blob | Mapping[str, Tensor], version: int) -> None:
-        """Send every engine new weights; returns at once. Each takes them after the requests before this call and before those after it.
+        """Send every engine new weights; returns at once. Each takes them after the requests sent before this call and before those sent later.
 
         Raises:
             WorkerError: an engine could not take the weights of an earlier call.
@@ -120,14 +120,14 @@ class RolloutEngines:
         self._loading = self.group.send("load_weights", tensors=weights, version=version)
 
     def wait_for_weights(self) -> None:
-        """Wait until every engine has the weights that it was sent; raises as `load_weights` does."""
+        """Wait until every engine has the weights that it was sent; raises the same errors as `load_weights`."""
         loading, self._loading = self._loading, []
         for future in loading:
             future.result()
 
 
 def ask_each(group: WorkerGroup, requests: Sequence[Any]) -> list[list[Any]]:
-    """Give the same requests to every engine of a group, and wait; a list an engine, in the order of `requests`."""
+    """Give the same requests to every engine of a group, and wait; one list per engine, in the order of `requests`."""
     futures = [group.submit(worker, requests) for worker in range(group.size)]
     wait([future for own in futures for future in own], return_when=FIRST_EXCEPTION)
     return [[future.result() for future in own] for own in futures]

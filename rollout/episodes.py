@@ -28,18 +28,18 @@ def requests_for(
     first_index: int = 0,
     derive_seeds: bool = True,
 ) -> list[GenerationRequest]:
-    """One request a sample, in canonical order, each with a seed of its own.
+    """One request per sample, in canonical order, each with a seed of its own.
 
     Args:
         n: samples per prompt.
         split: `train`, `validation` or `validation_sampled`; part of the seed.
         step: the PPO step; part of the seed.
-        shared_seed: an explicit seed wins over the derived one and still consumes its request index.
+        shared_seed: an explicit seed replaces the derived one; the request index advances all the same.
         first_index: request index of the first request, where a step generates in several rounds.
         derive_seeds: False gives requests without a shared seed no seed at all.
 
     Returns:
-        len(prompts) * n requests. Nothing about replicas or chunks enters the seeds.
+        len(prompts) * n requests. The seeds do not depend on replicas or chunks.
     """
     requests: list[GenerationRequest] = []
     for task, prompt in enumerate(prompts):
@@ -88,11 +88,11 @@ def episode_from(prompt: Prompt, request: GenerationRequest, generation: Generat
 
 
 class Generating:
-    """Episodes on their way: the engines sample, and this process goes on.
+    """Episodes that are being sampled by the engines while this process goes on.
 
     Args:
-        futures: one a request, in canonical order.
-        finish: makes the episode of a request and its generation; called for each as it finishes, in the thread of `aside`.
+        futures: one per request, in canonical order.
+        finish: makes an episode of a request and its generation; called for each as it finishes, in the thread of `aside`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Generating:
             )
 
     def result(self) -> list[Episode]:
-        """The episodes in canonical order; waits for exactly those that were asked for.
+        """The episodes in canonical order; waits until all of them are there.
 
         Raises:
             WorkerError: an engine failed.
@@ -125,7 +125,7 @@ class Generating:
         done, _ = wait(self._episodes, return_when=FIRST_EXCEPTION)
         for episode in self._episodes:
             if episode in done:
-                episode.result()  # a failure is raised at once, and the rest is not waited for
+                episode.result()  # a failure is raised at once, without waiting for the rest
         return [episode.result() for episode in self._episodes]
 
 
@@ -161,8 +161,8 @@ class Rollout:
         """Begin to sample `n` responses to each prompt.
 
         Args:
-            on_finished: is given each episode as it finishes, in a thread of its own, while the engines go on with the others. What it
-                raises, `Generating.result` raises.
+            on_finished: called with each episode as it finishes, in a thread of its own, while the engines go on with the others. What it
+                raises is raised by `Generating.result`.
         """
         requests = requests_for(
             prompts,
@@ -196,7 +196,7 @@ class Rollout:
         first_index: int = 0,
         on_finished: OnFinished | None = None,
     ) -> list[Episode]:
-        """`start`, and wait: len(prompts) * n episodes in canonical order, whatever replica served them and whenever they finished."""
+        """`start`, and wait: len(prompts) * n episodes in canonical order, whichever replica served them and whenever they finished."""
         return self.start(
             prompts,
             sampling,

@@ -22,8 +22,8 @@ def assign(
     whose lengths are alike, over all replicas.
 
     Args:
-        keep_groups: `rollout.serialize_group_samples`; whole groups are dealt instead, so that a group's members are submitted
-            to one engine, one after the other in member order. The counts may differ by a group then.
+        keep_groups: `rollout.serialize_group_samples`; whole groups are dealt instead of requests, so that a group's members are submitted
+            to one engine, one after the other in member order. The counts may then differ by one group.
 
     Returns:
         `replicas` lists that together hold every request once; each in canonical order, possibly empty.

@@ -69,11 +69,11 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     """Everything the model sees before the first new token."""
     seed: int | None
-    """63-bit seed of this request alone; None draws from the engine's own stream, which nothing repeats."""
+    """63-bit seed of this request alone; None draws from the engine's own stream, which can't be repeated."""
     sampling: Sampling
     """Parameters, all of them sent."""
     priority: int = 0
-    """Unique within a batch; ties in a scheduler would fall to arrival time."""
+    """Unique within a batch; at a tie, a scheduler would decide by arrival time."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ class Episode:
     key: SampleKey
     """Canonical identity (the last turn's)."""
     prompt: Prompt
-    """Where it came from."""
+    """The prompt that it answers."""
     seed: int | None
     """Seed of its (first) request; None without one."""
     response_ids: tuple[int, ...]
-    """Every token after the prompt; for several turns also those the environment wrote."""
+    """Every token after the prompt; with several turns also those that the environment wrote."""
     response_mask: tuple[bool, ...]
     """True where the policy sampled the token."""
     logprobs: tuple[float, ...]
@@ -117,7 +117,7 @@ class Episode:
     text: str
     """Decoded response without special tokens."""
     weight_version: int = 0
-    """Weights that sampled it."""
+    """Version of the weights that sampled it."""
 
     @property
     def truncated(self) -> bool:
@@ -130,7 +130,7 @@ class Score:
     """Reward of one episode."""
 
     total: float
-    """Weighted sum over the sources; NaN never leaves the reward manager. Meaningless when `dropped`."""
+    """Weighted sum over the sources, never NaN. Meaningless when `dropped`."""
     by_source: Mapping[str, float]
     """Raw score of each source, before its weight; a source that failed on this sample is absent."""
     dropped: bool = False

@@ -96,7 +96,7 @@ class VLLMEngine:
         self._running = RunningRequests(self._engine)
 
     def add(self, number: int, request: GenerationRequest) -> None:
-        """Take a request on; see `RolloutEngine.add`.
+        """Take a request; see `RolloutEngine.add`.
 
         A greedy request (temperature 0) reports log-probabilities at temperature 1.
         """
@@ -144,7 +144,7 @@ class VLLMEngine:
         self._engine.apply_model(remend_lm_head)
 
     def _clear_prefix_cache(self) -> None:
-        # Blocks computed with the old weights would be found again by equal prompts.
+        # Otherwise equal prompts would find blocks that were computed with the old weights.
         if not self._engine.reset_prefix_cache():
             raise RuntimeError(
                 "the prefix cache could not be cleared after a weight update; is a request still running?"
@@ -158,7 +158,7 @@ class VLLMEngine:
         return self._makers[sampling](seed=seed)
 
     def _explicit(self, sampling: Sampling) -> dict[str, Any]:
-        """vLLM's keyword arguments, every one with a value, so that no default of vLLM or of the model takes part."""
+        """vLLM's keyword arguments, every one with a value, so that no default of vLLM or of the model has an effect."""
         if 0 < sampling.temperature < MIN_TEMPERATURE:
             raise ValueError(
                 f"temperature {sampling.temperature}: vLLM would sample at {MIN_TEMPERATURE}; use 0 (greedy) or at least that"

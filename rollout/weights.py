@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint holds, so that a weight update that would leave some of them old is refused.
+"""Which tensors a checkpoint holds. A weight update that lacks one of them is refused.
 
 vLLM only warns about a missing tensor and then computes with a mixture of two versions.
 """
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TIED_HEADS = ("lm_head.weight", "embed_out.weight")
-"""Names of the output head, which with tied embeddings is the embedding."""
+"""Names of the output head; with tied embeddings it is the embedding itself."""
 
 
 def checkpoint_shapes(directory: str | Path) -> Shapes:
     """Name and shape of every parameter of a checkpoint, read from headers only.
 
-    Left out are buffers that old checkpoints stored, and with tied embeddings the output head.
+    Buffers that old checkpoints stored are left out, and so is the output head when embeddings are tied.
 
     Raises:
         PretrainedError: the directory's weight files are not as they should be (`workers.checkpoint_files`).
@@ -36,7 +36,7 @@ def checkpoint_shapes(directory: str | Path) -> Shapes:
 
 
 def check_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse an update that does not hold exactly the checkpoint's parameters; a tied output head may come along.
+    """Refuse an update that does not hold exactly the checkpoint's parameters; a tied output head may be among them.
 
     Raises:
         ValueError: names the parameters that are missing, unknown or of another shape.
