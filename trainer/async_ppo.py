@@ -4,8 +4,8 @@
     trainer          | step 1            | step 2            | ...
 
 The samples of step s come from weights that are at most k updates older than a synchronous run's. Which exact version serves
-a step depends on timing, so full determinism refuses k > 0 (levels D1 to D5). With k = 0 nothing runs ahead: step s is asked for when it is
-its turn, and sampled with the weights after s - 1 steps.
+a step depends on timing, so full determinism refuses k > 0 (levels D1 to D5). With k = 0 nothing runs ahead: the samples of step s are
+requested when step s begins, and come from the weights after s - 1 steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StalenessBound:
     """`rollout.max_head_offpolicyness`: weight versions."""
 
     def newest_step(self, synced: int) -> int:
-        """The last step whose samples may be asked for once the weights after `synced` steps have been sent to the engines."""
+        """The last step whose samples may be requested once the engines were sent the weights after `synced` steps."""
         return synced + 1 + self.lag
 
     def check(self, episodes: Sequence[Episode], step: int) -> None:
@@ -58,7 +58,7 @@ class StalenessBound:
 class _Asked(NamedTuple):
     prompts: list[Prompt]
     sampler: dict[str, Any]
-    """The sampler's position behind these prompts."""
+    """The sampler's position after these prompts."""
     generating: Generating
     pending: PendingRewards
 
@@ -67,7 +67,7 @@ Start = Callable[[Sequence[Prompt], int], tuple[Generating, PendingRewards]]
 
 
 class RolloutsAhead:
-    """Asks for the samples of coming steps as early as the bound allows, and hands them out in order.
+    """Requests the samples of coming steps as early as the bound allows, and hands them out in order.
 
     Args:
         start: begins to sample and score prompts for a step.
@@ -87,11 +87,11 @@ class RolloutsAhead:
 
     @property
     def ahead(self) -> bool:
-        """Whether samples of later steps are in the making."""
+        """Whether samples of later steps are being made already."""
         return bool(self._waiting)
 
     def next(self, step: int) -> tuple[list[Prompt], list[Episode], PendingRewards]:
-        """The samples of `step`, after asking for those of later steps that the bound allows; waits for its own.
+        """The samples of `step`; waits for them. Before that, it requests the samples of later steps, as far as the bound allows.
 
         Raises:
             StalenessError: an engine used older weights than allowed.
@@ -109,5 +109,5 @@ class RolloutsAhead:
         return prompts, episodes, pending
 
     def sampler_state(self) -> dict[str, Any]:
-        """For a checkpoint: the position behind the batch that was trained. What is in the making is made again after a resume."""
+        """For a checkpoint: the sampler's position after the batch that was trained. Later samples are made again after a resume."""
         return self._position if self._waiting and self._position is not None else self._sampler.state_dict()

@@ -1,6 +1,6 @@
 """Builds what the loop drives: workers, engines, data, rewards, records. Nothing here decides a number.
 
-Order matters for speed: trainer ranks and engines take seconds to start, so everything that can be wrong is checked before.
+Order matters for speed: trainer ranks and engines take seconds to start, so everything that can be wrong is checked first.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def trainer_group(config: Config, launcher: Launcher, roles: list[str]) -> Worke
 
 
 def rollout_engine(config: Config, context: int, device: str) -> WorkerFactory:
-    """What makes a rollout engine in its process; `context` as in `Inputs`."""
+    """The factory of a rollout engine, to be called in its process; `context` as in `Inputs`."""
     return functools.partial(
         engine_class(config.rollout.engine),
         config.model.path,
@@ -104,7 +104,7 @@ def total_steps(config: Config, sampler: PromptSampler) -> int:
 
 @dataclass
 class Engines:
-    """What generates and scores."""
+    """The parts that generate and score."""
 
     rollout: Rollout
     reward: RewardManager
@@ -116,7 +116,7 @@ class Engines:
 
         Raises:
             WorkerError: an engine did not start.
-            EngineCheckError: an answer depends on what else was asked.
+            EngineCheckError: an engine's answer depends on which other requests it has.
         """
         if config.full_determinism and config.determinism.engine_check:
             return check_engines(config, self.groups["rollout"], self.groups.get("reward"), inputs.context)
@@ -124,7 +124,7 @@ class Engines:
 
 
 def start_engines(config: Config, launcher: Launcher, run: RunDirectory, inputs: Inputs, stack: ExitStack) -> Engines:
-    """Start the engines, which the launcher ends, and the reward functions' processes, which `stack` ends. They are still starting when this returns."""
+    """Start the engines (the launcher ends them) and the reward functions' processes (`stack` ends them). They are still starting when this returns."""
     device = resolve_device(config.launcher.device)
     rollout_group, reward_group = engine_groups(config, launcher, inputs, device)
     groups = {"rollout": rollout_group}
@@ -202,7 +202,7 @@ def assemble(
         if config.ledger.record != "off":
             check_restored(run, checkpoint, parts.models.digests())
     processes = check_processes(config, parts.groups)
-    commit(config, run, checkpoint, parts.ledger)  # until here the run's directory was only read
+    commit(config, run, checkpoint, parts.ledger)  # up to here the run directory was only read
     record_manifest(config, run, inputs, parts.groups, processes, checked)
     return ppo
 
@@ -233,7 +233,7 @@ def record_manifest(
 
 
 def check_processes(config: Config, groups: Mapping[str, WorkerGroup]) -> dict[str, dict[str, Any]]:
-    """What is in force in each process by its name (`trainer/0`), this one (`driver`) included; pinned under full determinism.
+    """The settings in force in each process by its name (`trainer/0`), this one (`driver`) included; checked under full determinism.
 
     Raises:
         EnvironmentNotPinned: a process does not have what full determinism asked for; names it.

@@ -1,13 +1,13 @@
-"""Checkpoints that are complete or not there: written aside, verified by digest, renamed into place.
+"""Checkpoints that are complete or absent: written under a temporary name, verified by digest, renamed into place.
 
     checkpoints/step_000012.tmp/          being written (ignored and removed at the next save)
     checkpoints/step_000012/workers/      sharded weights and optimizers (torch.distributed.checkpoint)
                             state.json    the loop's own state: sampler, KL controller, counters; the run's id
-                            digests.json  a SHA-256 for each file above
+                            digests.json  one SHA-256 for each file above
                             COMPLETE      the SHA-256 of digests.json; written last
 
 An old checkpoint is removed only after a newer complete one is in place, so there is never a moment without one. Directories
-with other names (`step_000012_best`, `step_000012.bak`) are people's: they are neither read nor removed.
+with other names (`step_000012_best`, `step_000012.bak`) belong to the user: they are neither read nor removed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TEMPORARY = ".tmp"
 REMOVED = ".removed.tmp"
 """Suffixes of a checkpoint that is being written, and of one that is being removed."""
 FULL = ("No space left on device", "Disk quota exceeded")
-"""How the system says that nothing more fits."""
+"""Error numbers with which the system says that nothing more fits."""
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint is damaged, missing or another run's; the message names the file and the way out."""
+    """A checkpoint is damaged, missing or from another run; the message names the file and the way out."""
 
 
 class SaveError(RuntimeError):
@@ -71,9 +71,9 @@ class Checkpoint:
         return json.loads((self.path / STATE).read_text(encoding="utf-8"))
 
     def damage(self) -> str | None:
-        """What is wrong with its files, beginning with the name of the first one; None when they are those that were written.
+        """What is wrong with its files, beginning with the name of the first such file; None when they are as they were written.
 
-        Never raises: whatever can't be read is damage.
+        Never raises: a file that can't be read counts as damaged.
         """
         try:
             recorded = (self.path / COMPLETE).read_bytes().strip()
@@ -93,14 +93,14 @@ class Checkpoint:
             wrong = _file_damage(self.path / name, name, expected)
             if wrong is not None:
                 return wrong if listed else f"{DIGESTS} does not have its recorded digest"
-        # Every file is as the list says, so the list is right, and what is wrong is the note about it.
+        # Every file agrees with the list, so the list is right and its recorded digest is wrong.
         return None if listed else f"{COMPLETE} does not hold the digest of {DIGESTS}"
 
     def foreign(self, run_id: str) -> str | None:
         """Why intact files are not this run's checkpoint of this step; None when they are.
 
         Args:
-            run_id: the run's; empty when it is not known.
+            run_id: the id of the run; empty when it is not known.
         """
         try:
             state = self.state()
@@ -119,13 +119,13 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """All checkpoints of a run. Only the main process calls it.
+    """All checkpoints of a run. Only the driver uses it.
 
     Args:
         root: the run's `checkpoints/`.
         keep_last: newest checkpoints kept; 0 keeps all.
         keep_every: checkpoints at multiples of this step are kept for good; 0 for none.
-        run_id: the run's; written into every checkpoint, and asked of every checkpoint that is read. Empty: neither.
+        run_id: the id of the run; written into every checkpoint, and checked in every checkpoint that is read. Empty: neither.
     """
 
     def __init__(self, root: Path, keep_last: int, keep_every: int, run_id: str = "") -> None:
@@ -137,13 +137,13 @@ class CheckpointStore:
     def all(self) -> list[Checkpoint]:
         """Everything that has a checkpoint's name, oldest first; contents are not verified here.
 
-        Saves that were cut short have another name, and checkpoints lose theirs before they are removed.
+        Unfinished saves have another name, and a checkpoint is renamed before it is removed.
         """
         found = [Checkpoint(path) for path in self.root.glob("step_*") if number_in(path.name) is not None]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def begin(self, step: int, size: int = 0) -> Path:
-        """A fresh directory aside, into which the workers write; leftovers of killed saves are removed.
+        """A fresh temporary directory into which the workers write; leftovers of killed saves are removed.
 
         Args:
             size: bytes that the workers will write.
@@ -162,10 +162,10 @@ class CheckpointStore:
         return path
 
     def finish(self, temporary: Path, state: dict[str, Any]) -> Checkpoint:
-        """Seal what the workers wrote, move it into place, then prune.
+        """Record digests of what the workers wrote, move it into place, then remove checkpoints that are not kept.
 
         Raises:
-            OSError: the disk is full or refuses; the older checkpoints are untouched.
+            OSError: the disk is full or refuses the write; the older checkpoints are untouched.
         """
         state = {"run_id": self.run_id, **state} if self.run_id else state
         write_atomically(temporary / STATE, json.dumps(state, indent=1))
@@ -176,7 +176,7 @@ class CheckpointStore:
         for path in [*files, *sorted(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
             sync_directory(path)
         final = temporary.with_suffix("")
-        if final.exists():  # the same step saved again; the new bytes replace it whole
+        if final.exists():  # the step was saved before; the new checkpoint replaces the old one whole
             _remove(final)
         os.rename(temporary, final)
         sync_directory(self.root)
@@ -187,10 +187,10 @@ class CheckpointStore:
         """The newest checkpoint, or the one of `step`; verified. None when there is none at all.
 
         Args:
-            choose: how the caller's user asks for another step; for the message.
+            choose: how the user asks for another step; for the message.
 
         Raises:
-            CheckpointError: it is damaged or another run's (the file is named, and the next older good one), or `step` has none.
+            CheckpointError: it is damaged or from another run (the message names the file, and the next older good checkpoint), or `step` has none.
         """
         everything = self.all()
         candidates = [c for c in everything if step is None or c.step == step]
@@ -216,7 +216,7 @@ class CheckpointStore:
         return next((c for c in reversed(self.all()) if c.step < before and self._wrong(c) is None), None)
 
     def failed(self, temporary: Path, size: int, error: Exception) -> SaveError:
-        """What made the save into `temporary` fail, for people; the half-written directory is still there."""
+        """Why the save into `temporary` failed, for people; the half-written directory is still there."""
         step = number_in(temporary.name, suffixes=(TEMPORARY,)) or 0
         free = shutil.disk_usage(self.root).free
         if free + size_of(temporary) < size or any(text in str(error) for text in FULL):
@@ -250,7 +250,7 @@ def write_checkpoint(
     save_workers: Callable[[Path], None],
     size: int = 0,
 ) -> None:
-    """Save one step: every worker writes its shard between the opening and the sealing.
+    """Save one step: the directory is made, every worker writes its shards, and the checkpoint is sealed and moved into place.
 
     Args:
         state: the loop's own state, JSON values only.
@@ -306,7 +306,7 @@ def _unreadable(name: str, error: Exception) -> str:
 
 
 def _digests(data: bytes) -> dict[str, str] | None:
-    """The digest list as this file writes it, or None when these bytes are something else."""
+    """The list of digests, as this file writes it; None when these bytes are something else."""
     try:
         digests = json.loads(data)
         canonical = _as_json(digests) == data
@@ -322,7 +322,7 @@ def _as_json(digests: dict[str, str]) -> bytes:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; its name goes first, so that a kill in the middle leaves no half one."""
+    """Remove a checkpoint. It is renamed first, so that a kill in the middle leaves no half checkpoint."""
     if path.is_symlink() or path.is_file():
         path.unlink()
         return

@@ -1,8 +1,8 @@
-"""The start of a run in its directory, in two halves: what is checked before anything starts, and what changes once everything has.
+"""The start of a run in its directory, in two halves: checks before anything starts, and changes once everything has started.
 
     prepare_directory   lock, refuse what can't be resumed, choose the checkpoint      nothing in the directory is changed
     check_restored      what was loaded is what the ledger recorded for that step
-    commit              set later records aside, write config.yaml                     the run goes on from here
+    commit              set later records aside, write config.yaml                     the run continues from here
 
 So a resume that fails (an engine that does not start, a checkpoint that does not fit) leaves the run as it was.
 """
@@ -36,10 +36,10 @@ TRAINED = ("actor", "critic")
 
 
 def prepare_directory(config: Config, run: RunDirectory, inputs: Inputs) -> Checkpoint | None:
-    """Claim the run directory; the checkpoint to continue from, or None for a run from the start. Changes no file of a run.
+    """Claim the run directory. Returns the checkpoint to continue from, or None for a run from the start. Changes no file of a run.
 
     Raises:
-        RunDirectoryError: it can't be used, is in use, or holds a run that is not to be resumed.
+        RunDirectoryError: it can't be used, is in use, or holds a run although `run.resume` is `never`.
         ResumeError: the run was another experiment, or its records can't be read.
         CheckpointError: the checkpoint is damaged, of another run, or lacks a model.
     """
@@ -89,7 +89,7 @@ def check_restored(run: RunDirectory, checkpoint: Checkpoint, digests: Mapping[s
 def commit(config: Config, run: RunDirectory, checkpoint: Checkpoint | None, ledger: Ledger) -> None:
     """Everything has started and is restored: set aside what was recorded after the checkpoint, and write `config.yaml`.
 
-    The newest checkpoint is moved first, then the records: a kill at any moment leaves a run that can be resumed from what is left.
+    Newer checkpoints are moved first, the newest of them first, then the records. So after a kill at any moment, the run can be resumed from what is left.
     """
     done = checkpoint.step if checkpoint else -1
     aside = run.next_aside(done)

@@ -4,9 +4,9 @@
                           ^                  | no
                           +--- generate, score as many as are missing
 
-Such a group has advantage 0 everywhere: it costs a place in the batch and teaches nothing. What takes its place depends on the
-data's order and on rewards alone, never on timing: a round asks for exactly the missing number of prompts, and the groups that
-stay keep the order in which they were drawn.
+Such a group has advantage 0 everywhere: it takes up a place in the batch and teaches nothing. Which group replaces it depends on the
+order of the data and on rewards alone, never on timing: each round draws exactly the missing number of prompts, and the groups
+that stay keep the order in which they were drawn.
 
 Source: Yu et al. 2025, "DAPO", section 3.2.
 """
@@ -33,7 +33,7 @@ class RewardedBatch(NamedTuple):
     episodes: list[Episode]
     scores: list[Score]
     metrics: dict[str, float]
-    """Of the scoring."""
+    """Metrics of the scoring."""
 
 
 class _Group(NamedTuple):
@@ -56,12 +56,12 @@ def fill_with_varied_groups(batch: RewardedBatch, settings: DynamicSamplingConfi
         batch: the step's first round.
         settings: `algorithm.dynamic_sampling`; without `enable` the batch is returned as it is.
         draw: generates and scores further prompts. Its second argument continues the count of requests, so that no two
-            requests of a step share a seed's identity.
+            requests of a step get the same seed.
 
     Returns:
         As many groups as `batch` has, in the order in which they were drawn, tasks renumbered from 0. Places that are still open
         after `max_rounds` keep groups of equal rewards, the earliest drawn first (those without any scored sample last).
-        Metrics are those of the first round, which no selection has touched, with later rounds' errors counted in, and
+        Metrics are those of the first round, which no selection has touched, with the errors of later rounds added, and
         `data/dynamic_sampling/rounds`, `/replaced` and `/unfilled`.
     """
     if not settings.enable:

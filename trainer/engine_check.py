@@ -1,9 +1,9 @@
-"""Level D3 on the real engines, before a run relies on it: the same requests asked in other ways must give the same bits.
+"""Checks level D3 on the real engines, before a run relies on it: the same requests, asked in other ways, must give the same bits.
 
     burst (random prompts, seeds of their own domain) --asked in several ways, on every replica--> Trials --> first_difference
 
-The claim comes from here, never from a flag of a library. The requests use no training data and no training seed, and what
-they leave in a prefix cache is dropped with the first weights, so the check leaves no trace in a run.
+D3 is claimed because of this check, never because of a flag of a library. The requests use no training data and no training seed, and
+what they leave in a prefix cache is dropped with the first weights, so the check leaves no trace in a run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workers.launch.group import WorkerGroup
 logger = logging.getLogger(__name__)
 
 DOMAIN = "engine_check"
-"""Of every seed here, so that none can meet one of a run."""
+"""Part of every seed here, so that none equals a seed of a run."""
 KV_BLOCK = 32
 """Prompts that share more tokens than a block of the KV cache are found in the prefix cache."""
 WAY_OUT = (
@@ -37,12 +37,12 @@ WAY_OUT = (
 
 
 class EngineCheckError(UserError, RuntimeError):
-    """Engines that full determinism can't rely on: an answer depends on what else was asked, or on who was asked."""
+    """Engines that full determinism can't rely on: an answer depends on the other requests, or on which replica was asked."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to ask: which requests go together, in which order."""
+    """A way to ask: which requests are sent together, and in which order."""
 
     name: str
     chunks: tuple[tuple[int, ...], ...]
@@ -56,7 +56,7 @@ class Size:
     requests: int
     new_tokens: int
     prompt_tokens: int
-    """Cap of a prompt's length; the engine's context is one too."""
+    """Longest prompt, unless the engine's context is shorter."""
     scores: int
     """Inputs of the reward model."""
 
@@ -86,15 +86,15 @@ def check_engines(config: Config, rollout: WorkerGroup, reward: WorkerGroup | No
     """The short check at the start of a run.
 
     Args:
-        config: paths resolved to directories.
-        rollout, reward: the started engines.
+        config: with paths resolved to directories.
+        rollout, reward: the engines, started.
         context: tokens of the rollout engines' context.
 
     Raises:
         EngineCheckError: names the engines, the first differing request and token, and the ways out.
     """
     for group in filter(None, (rollout, reward)):
-        group.ready()  # engines may still be starting, and waiting for them is not the check's time
+        group.ready()  # engines may still be starting; that wait does not count as time of the check
     start = time.perf_counter()
     requests = burst(vocabulary(config.model.path), context, SHORT)
     found = first_difference(rollout_trials(rollout, requests, short_plans(len(requests))))
@@ -127,7 +127,7 @@ def refusal(config: Config, role: str, found: Difference) -> str:
 
 
 def engine_settings(config: Config, role: str) -> str:
-    """The settings that decide the bits of an engine, as they would be written on a command line."""
+    """The settings that decide the bits of an engine, in the form of a command line."""
     dtype = config.rollout.dtype if role == "rollout" else config.reward.model.dtype
     key = "rollout.dtype" if role == "rollout" else "reward.model.dtype"
     extra = config.rollout.engine_args if role == "rollout" else config.reward.model.engine_args
@@ -147,7 +147,7 @@ def burst(vocab: int, context: int, size: Size) -> list[GenerationRequest]:
 
     Args:
         vocab: ids are drawn below it.
-        context: prompt and new tokens together fit into it.
+        context: limit of prompt and new tokens together.
     """
     new = max(1, min(size.new_tokens, context // 8))
     longest = max(1, min(size.prompt_tokens, context - new))
@@ -253,12 +253,12 @@ def _cut(order: tuple[int, ...], sizes: Sequence[int]) -> tuple[tuple[int, ...],
 
 
 def rollout_trials(group: WorkerGroup, requests: Sequence[GenerationRequest], plans: Sequence[Plan]) -> list[Trial]:
-    """Ask every replica the same in each of the ways; a trial for each replica and way."""
+    """Send every replica the same requests in each of the ways; one trial per replica and way."""
     trials: list[Trial] = []
     for plan in plans:
         answers: list[dict[int, Answer]] = [{} for _ in range(group.size)]
         for chunk in plan.chunks:
-            # The place in the chunk is the priority, so that another order is another schedule too.
+            # The priority is the place in the chunk, so that another order also means another schedule.
             asked = [replace(requests[position], priority=place) for place, position in enumerate(chunk)]
             for found, generations in zip(answers, ask_each(group, asked), strict=True):
                 found |= {p: _answer(generation) for p, generation in zip(chunk, generations, strict=True)}

@@ -1,6 +1,6 @@
 """A step's episodes as tensors: padded once, masked once, cut into leaves once.
 
-Rows stand in the canonical order (task, sample). For computing they are dealt into *leaves*: a fixed number of sequences
+Rows are in the canonical order (task, sample). For computing they are dealt into *leaves*: a fixed number of sequences
 chosen by a seeded permutation. Every forward and backward pass of the step, old and new log-probabilities alike, sees the
 same leaves, so the first ratio is exactly 1; epochs shuffle leaves, not rows.
 """
@@ -21,7 +21,7 @@ from workers.models.batch import LossTotals, TokenBatch
 
 @dataclass(frozen=True)
 class Experience:
-    """N episodes with everything that is computed about them; T is the longest one's number of tokens."""
+    """N episodes with everything that is computed about them; T is the number of tokens of the longest one."""
 
     episodes: tuple[Episode, ...]
     """The episodes, in canonical order; row i of every tensor is episode i."""
@@ -34,7 +34,7 @@ class Experience:
     group: Tensor
     """[N] int64; position of the episode's prompt in the step's batch."""
     truncated: Tensor
-    """[N] bool; ended by the cap, as the engine reported."""
+    """[N] bool; True when the cap ended the response, as the engine reported."""
 
     @classmethod
     def from_episodes(cls, episodes: Sequence[Episode], scores: Sequence[Score] | None, pad_id: int) -> Experience:
@@ -128,7 +128,7 @@ class LeafPlan:
         """
         order = permutation(len(lengths), derive_seed(run_seed, "leaves", step))
         if bucket_by_length:
-            order.sort(key=lambda row: int(lengths[row]))  # stable: rows of one length stay shuffled
+            order.sort(key=lambda row: int(lengths[row]))  # stable: rows of equal length stay shuffled
         if fsdp.leaf_tokens is not None:
             return cls(tuple(_within_budget(order, lengths, fsdp.leaf_tokens)))
         if len(order) % fsdp.leaf_size:
@@ -136,7 +136,7 @@ class LeafPlan:
         return cls(tuple(torch.tensor(order).split(fsdp.leaf_size)))
 
     def paste(self, per_leaf: Sequence[Tensor], width: int) -> Tensor:
-        """One tensor a leaf ([rows of the leaf, t]) as one of the batch: [N, width], zeros in the padding."""
+        """One tensor per leaf ([rows of the leaf, t]) as one tensor of the batch: [N, width], zeros in the padding."""
         count = sum(len(rows) for rows in self.rows)
         whole = torch.zeros((count, width), dtype=per_leaf[0].dtype)
         for rows, values in zip(self.rows, per_leaf, strict=True):
@@ -177,7 +177,7 @@ def loss_totals(masks: Sequence[Tensor], max_response_tokens: int) -> LossTotals
     """Counts over a mini-batch; at least 1 each, so that an all-masked mini-batch has loss 0, not NaN.
 
     Args:
-        masks: of each leaf [rows of the leaf, T] bool, True at trained tokens.
+        masks: of each leaf [rows of the leaf, T] bool, True for trained tokens.
     """
     tokens = sum(int(mask.sum()) for mask in masks)
     sequences = sum(int(mask.any(dim=1).sum()) for mask in masks)

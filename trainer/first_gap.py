@@ -1,9 +1,9 @@
-"""Before much is trained: whether the trainer's model is the one that the engine sampled from.
+"""A check at the start of training: is the trainer's model the one that the engine sampled from?
 
-Two numbers tell it, whatever the cause (an attention feature that one side leaves out, dropout, other weights, another rotary scaling):
+Two numbers tell, whatever the cause (an attention feature that one side leaves out, dropout, other weights, another rotary scaling):
 
-- the *gap*, |log pi_trainer - log pi_engine| of the sampled tokens before the first update: rounding, and no more;
-- the *first ratio*, pi / pi_old in the first mini-batch before any weight has moved: the same leaf through the same code, so exactly 1.
+- the *gap*, |log pi_trainer - log pi_engine| of the sampled tokens before the first update; it should be rounding only;
+- the *first ratio*, pi / pi_old in the first mini-batch before any weight has moved: the same leaf goes through the same code, so it is exactly 1.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from workers.models.batch import TokenBatch
 logger = logging.getLogger(__name__)
 
 FLOAT32_GAP = 1e-3
-"""Nats, mean over tokens. float32 keeps 24 bits and a deep network loses a few: the micro model's largest gap is 4e-6, of any token.
+"""Nats, mean over tokens. float32 keeps 24 bits and a deep network loses a few of them: the largest gap of any token is 4e-6 with the micro model.
 TF32 products on a GPU keep 11 bits and stay below. A model that lacks a feature is off by 1e-2 to several."""
 
 HALF_GAP = 0.15
-"""Nats, mean over tokens, when engine or trainer compute in bfloat16, which keeps 8 bits, so that a logit of 20 is off by up to 0.06, in both.
-Small models show 0.003 to 0.01; the rest is for deep ones."""
+"""Nats, mean over tokens, when engine or trainer compute in bfloat16, which keeps 8 bits: a logit of 20 is then off by up to 0.06, on both sides.
+Small models show 0.003 to 0.01; the rest is a margin for deep ones."""
 
 FLOAT32_RATIO = 1e-3
-"""Largest |log ratio| of the first mini-batch. It is 0 by construction; the rest is for kernels that add in no fixed order."""
+"""Largest |log ratio| of the first mini-batch. It is 0 by construction; the limit is a margin for kernels that add in no fixed order."""
 
 HALF_RATIO = 2e-2
 """As `FLOAT32_RATIO`, when the trainer computes in bfloat16."""
@@ -59,7 +59,7 @@ class Gap:
 
 
 def check_first_gap(config: Config, role: str, step: int, tokens: TokenBatch, metrics: Mapping[str, float]) -> None:
-    """Stop the run under full determinism, and warn without it, when gap or first ratio are more than the precision explains.
+    """Stop the run under full determinism, and warn without it, when the gap or the first ratio is more than the precision explains.
 
     Looks at the actor's first update in a run only: later the policy may be so sharp that rounding explains more.
 
@@ -102,7 +102,7 @@ def _ratio_problem(config: Config, metrics: Mapping[str, float]) -> list[str]:
     ratios = [metrics[name] for name in ("actor/ratio_min", "actor/ratio_max") if name in metrics]
     if is_reference(config.algorithm.policy_loss.name):  # a user's loss may call something else its ratio
         return []
-    if not all(map(math.isfinite, ratios)):  # such an update is skipped, and counted
+    if not all(map(math.isfinite, ratios)):  # such an update is skipped and counted elsewhere
         return []
     limit = FLOAT32_RATIO if config.actor.fsdp.precision == "fp32" else HALF_RATIO
     if all(math.exp(-limit) <= ratio <= math.exp(limit) for ratio in ratios):

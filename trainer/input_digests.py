@@ -1,6 +1,6 @@
-"""What a run reads, by content: digests of its prompts and models, for the manifest and for a resume.
+"""Digests of what a run reads, prompts and models, by content; for the manifest and for a resume.
 
-A path says little: a model that was trained on, or a data file that grew, has the old name.
+A path says little: a model that was trained further, or a data file that grew, keeps its old name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SETTINGS = {
     "model/ref": "ref.path",
     "model/reward": "reward.model.path",
 }
-"""Each digest's name -> the setting that chooses what is read."""
+"""Name of each digest -> the setting that chooses what is read."""
 
 
 def input_digests(
@@ -56,7 +56,7 @@ def check_contents(recorded: Mapping[str, str], found: Mapping[str, str], allow:
 
     Args:
         recorded, found: as `input_digests` gives them.
-        allow: `run.resume_allow`; a key at, above or below a setting of `SETTINGS` lets its contents differ.
+        allow: `run.resume_allow`; a key that equals, contains or lies below a setting of `SETTINGS` lets its contents differ.
         where: the run's manifest, for the message.
 
     Raises:

@@ -79,8 +79,8 @@ def load_inputs(config: Config, training: bool = True) -> Inputs:
 
     Raises:
         UserError: a tokenizer without EOS, a data source without its columns, prompts over the limit, a reward model with
-            another number of labels than one, a model whose files or kind can't be used, a row that
-            the reward sources can't score whatever the response.
+            a number of labels other than one, a model whose files or kind can't be used, a row that
+            the reward sources can't score whatever the response is.
     """
     model = config.model
     try:

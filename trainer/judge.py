@@ -1,7 +1,7 @@
-"""Which validation samples are right, and what each of them answers: what pass@k and majority@k count.
+"""Which validation samples are right, and what each of them answers. pass@k and majority@k count these.
 
-A sample is right when one chosen reward source gives it at least a threshold. Its answer is the text that verifiers look at: what
-follows the configured marker, or stands in the last \\boxed{...}, or the whole response.
+A sample is right when one chosen reward source gives it at least a threshold. Its answer is the text that verifiers look at: the text
+after the configured marker, or in the last \\boxed{...}, or the whole response.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Judge:
         return None if value is None else value >= self.threshold
 
     def answer(self, response: str) -> str | None:
-        """The final answer in a response, white space evened out; None when it gives none."""
+        """The final answer in a response, with runs of white space made one space; None when it gives none."""
         return answer_text(response, self._params)
 
     def metrics(self, episodes: Sequence[Episode], scores: Sequence[Score], samples: int) -> dict[str, float]:
-        """`<source of prompts>/pass@k` and `<source of prompts>/maj@k`; samples that could not be scored are no tries.
+        """`<source of prompts>/pass@k` and `<source of prompts>/maj@k`; samples that could not be scored do not count as tries.
 
         Args:
-            samples: samples that each prompt was given.
+            samples: number of samples of each prompt.
         """
         found: dict[str, dict[int, list[tuple[bool, str | None]]]] = {}
         for episode, score in zip(episodes, scores, strict=True):
@@ -87,7 +87,7 @@ def answer_text(response: str, params: dict[str, Any]) -> str | None:
 
 
 def _last_box(text: str) -> str:
-    """What the last \\boxed{...} holds, braces counted; all of it when there is none or it never ends."""
+    """The contents of the last \\boxed{...}, with nested braces; the whole text when there is none or it never ends."""
     start = text.rfind(_BOX)
     if start < 0:
         return text

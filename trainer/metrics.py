@@ -23,9 +23,9 @@ def mean_of(values: Sequence[float]) -> float:
 
 
 def combine_metrics(per_leaf: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of a mini-batch from its leaves' shares: added in list order; `_max` and `_min` names by maximum and minimum.
+    """Metrics of a mini-batch from the shares of its leaves: added in list order; `_max` and `_min` names by maximum and minimum.
 
-    A name that only some leaves have is combined over those. Values may be floats or scalar tensors.
+    A name that only some leaves have is combined over those leaves. Values may be floats or scalar tensors.
 
     Example:
         >>> combine_metrics([{"a": 1.0, "b_max": 2.0}, {"a": 3.0, "b_max": 1.0}])
@@ -100,7 +100,7 @@ def _combine(parts: Sequence[Mapping[str, Any]], ordinary: Callable[[list[float]
 
 
 def _add(values: Sequence[float]) -> float:
-    # Not fsum: the loss itself is added share by share in leaf order, and `actor/pg_loss` should agree with it to the bit.
+    # Not fsum: the loss itself is added share by share in leaf order, and `actor/pg_loss` should equal it bit for bit.
     total = 0.0
     for value in values:
         total += value

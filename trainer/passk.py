@@ -1,6 +1,6 @@
-"""pass@k and majority@k: what k tries at a prompt are worth. Pure arithmetic on one prompt's samples, then means over prompts.
+"""pass@k and majority@k: how often k tries at a prompt succeed. Pure arithmetic on one prompt's samples, then means over prompts.
 
-Tries stand in sample order. Both are exact: an integer ratio rounded once, and a mean that no order of prompts can change.
+Tries are in sample order. Both numbers are exact: an integer ratio is rounded once, and the mean does not depend on the order of prompts.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def majority_at_k(tries: Tries, k: int) -> float:
 
 
 def ks(samples: int) -> list[int]:
-    """The k that are reported for so many samples a prompt: powers of two, and all samples.
+    """The values of k that are reported for this many samples per prompt: powers of two, and the number of samples.
 
     Example:
         >>> ks(6)
@@ -100,7 +100,7 @@ def accuracy(prompts: Sequence[Tries], samples: int) -> dict[str, float]:
 
     Args:
         prompts: each prompt's samples; fewer than `samples` where some could not be scored.
-        samples: samples that each prompt was given.
+        samples: number of samples of each prompt.
 
     Returns:
         A k that no prompt has enough samples for is absent.

@@ -1,4 +1,4 @@
-"""The PPO loop. Read `PPO.step` first: one training step from top to bottom, a phase a line.
+"""The PPO loop. Read `PPO.step` first: one training step from top to bottom, one phase per line.
 
     prompts -> episodes -> experience -> log-probabilities, values -> advantages -> critic, actor -> weights out
                   └─> scores, in the background ─────────────────────┘
@@ -95,7 +95,7 @@ class PPO:
             self.start_rollouts, parts.sampler, config.rollout.max_head_offpolicyness, total_steps
         )
         self.stop_after = total_steps
-        """Last step of this process; a replay stops earlier than the run did."""
+        """Last step of this process; a replay stops earlier than its run did."""
 
     def fit(self) -> None:
         """Train from the current state to the last step."""
@@ -111,7 +111,7 @@ class PPO:
                 metrics = self.step(step)
             if trainer.validate_every and (step % trainer.validate_every == 0 or step == self.total_steps):
                 self.validate(step, metrics)
-            # Ledger and metrics first: a kill during the save then costs a repeat of the step, never its record.
+            # Ledger and metrics first: after a kill during the save the step has to be repeated, but its record is not lost.
             self.parts.ledger.commit(step)
             self.parts.record.metrics(step, {**metrics, **self.timing.metrics(metrics), **self.engine_counts()})
             self.done = step
@@ -131,7 +131,7 @@ class PPO:
         self.record_samples(experience)
         experience, entropy = self.add_logprobs(experience, step)
         experience, bootstrap = self.add_values(experience, step)
-        # Until here the rewards were in the making; where nothing depended on them, they are waited for only now.
+        # Up to here the rewards were computed in the background; where nothing depended on them, the wait for them is only here.
         batch = batch or self.with_rewards(prompts, episodes, pending, step)
         experience = experience.scored(batch.scores)
         self.record_scores(step, experience, batch.scores)
@@ -163,7 +163,7 @@ class PPO:
         """Ask for `rollout.sampling.n` samples of each prompt.
 
         Args:
-            first_index: requests made in this step before.
+            first_index: number of requests made in this step before.
             on_finished: see `Rollout.start`.
         """
         sampling = self.config.rollout.sampling
@@ -186,7 +186,7 @@ class PPO:
     def with_rewards(
         self, prompts: list[Prompt], episodes: list[Episode], pending: PendingRewards, step: int
     ) -> RewardedBatch:
-        """The batch with its rewards, and with other groups in the place of those that teach nothing, if so set."""
+        """The batch with its rewards. With dynamic sampling, other groups replace those that teach nothing."""
         with self.timing("reward"):
             scores, metrics = self.parts.reward.score(episodes, pending)
         return fill_with_varied_groups(
@@ -196,7 +196,7 @@ class PPO:
         )
 
     def further_groups(self, step: int, count: int, requests: int) -> RewardedBatch:
-        """`count` prompts more than the step's batch, sampled and scored (`trainer/dynamic_sampling.py`)."""
+        """`count` further prompts for this step, sampled and scored (`trainer/dynamic_sampling.py`)."""
         with self.timing("gen"):
             prompts = self.parts.sampler.more(count)
             episodes = self.sample(prompts, step, requests).result()
@@ -205,7 +205,7 @@ class PPO:
         return RewardedBatch(prompts, episodes, scores, metrics)
 
     def sync_weights(self, step: int) -> None:
-        """Give the engines the actor's weights after `step` training steps; those that are at work for a later step finish that first."""
+        """Give the engines the actor's weights after `step` training steps. An engine that samples for a later step already finishes that first."""
         engines = self.parts.rollout.engines
         engines.load_weights(self.parts.models.weights(), step)
         if not self.rollouts.ahead:
@@ -229,12 +229,12 @@ class PPO:
         return experience, {"actor/entropy": float(mean_entropy)}
 
     def add_values(self, experience: Experience, step: int) -> tuple[Experience, Tensor | None]:
-        """The critic's values before any update, and [N] the value after the last token where a cut response continues."""
+        """The critic's values before any update, and [N] the value after the last token of responses whose return continues there."""
         if "critic" not in self.parts.roles:
             return experience, None
         with self.timing("values"):
             plan = self.plan("critic", experience, step)
-            # One column more asks for the value after the last token too; causal attention keeps the others as they are.
+            # One more column asks for the value after the last token too; with causal attention the other values stay as they are.
             with_end = self.config.algorithm.truncated == "bootstrap"
             width = experience.tokens.input_ids.shape[1] + with_end
             values = plan.paste(self.parts.models.values(experience.tokens, plan, with_end), width)
@@ -248,7 +248,7 @@ class PPO:
     def greedy_scores(self, prompts: Sequence[Prompt], step: int) -> Tensor | None:
         """[number of prompts] score of each prompt's greedy response, for estimators that compare with it (ReMax).
 
-        Penalties for length are those of the samples. NaN where the greedy response's reward failed and was dropped.
+        Penalties for length are applied as for the samples. NaN where the greedy response's reward failed and was dropped.
         """
         if not self.needs.greedy:
             return None
@@ -288,7 +288,7 @@ class PPO:
             self.parts.kl.update(per_sequence, count)
         rewards = penalised_rewards(scores, kl, tokens.mask, coef)
         per_row = greedy[experience.group] if greedy is not None else None
-        # From here on only what is trained on counts, in whitening too; a masked response stays in its group with its score.
+        # From here on only trained tokens count, in whitening too. A masked response has counted in its group with its score.
         experience = experience.with_tokens(mask=trained_mask(tokens.mask, experience.truncated, algorithm))
         inputs = AdvantageInputs.of(experience, rewards, scores, greedy_scores=per_row, bootstrap=bootstrap)
         outputs = compute_advantages(inputs, algorithm.advantage)
@@ -316,7 +316,7 @@ class PPO:
         return update_metrics(role, results)
 
     def plan(self, role: str, experience: Experience, step: int) -> LeafPlan:
-        """How the step's rows are cut into the leaves of a role; all roles share one row order."""
+        """How the step's rows are cut into leaves for a role; all roles share one row order."""
         return LeafPlan.draw(
             experience.tokens.lengths,
             getattr(self.config, role).fsdp,
@@ -353,7 +353,7 @@ class PPO:
                 )
 
     def engine_counts(self) -> dict[str, float]:
-        """What workers have counted since the step before: `rollout/preemptions`, and `timing_s/busy/<method>`, the time inside engines and
+        """What workers have counted since the previous step: `rollout/preemptions`, and `timing_s/busy/<method>`, the time inside engines and
         models (of the slowest worker of each group).
         """
         busy = self.parts.rollout.engines.counts()
@@ -378,7 +378,7 @@ class PPO:
             self.parts.record.metrics(0, metrics)
 
     def record_samples(self, experience: Experience) -> None:
-        """Ledger entries of what the rollout engines gave."""
+        """Ledger entries of what the rollout engines returned."""
         ledger, episodes = self.parts.ledger, experience.episodes
         ledger.rows([(e.prompt.id, e.key.task, e.key.sample) for e in episodes])
         ledger.add("prompts", [[e.prompt.id, list(e.prompt.token_ids)] for e in episodes])
@@ -396,7 +396,7 @@ class PPO:
         self.parts.record.episodes(step, experience.episodes, scores)
 
     def record_weights(self) -> None:
-        """Ledger entries of what the updates made; a full record keeps the weights themselves too."""
+        """Ledger entries of the updated weights; a full record keeps the weights themselves too."""
         if self.config.ledger.record == "off":
             return
         full = self.config.ledger.record == "full"

@@ -1,4 +1,4 @@
-"""What a run writes for people: metrics, episodes, validation samples. Every process of the loop calls it; the main one writes."""
+"""What a run writes for people: metrics, episodes, validation samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Record:
 
     Args:
         run: the run directory.
-        tracker: the main process's tracker; None elsewhere, where every method does nothing.
+        tracker: receives metrics and samples; without one nothing is written.
         save_episodes: whether training episodes are written.
         log_samples: validation samples shown in the tracker.
     """
@@ -44,7 +44,7 @@ class Record:
             self.tracker.log(step, metrics)
 
     def episodes(self, step: int, episodes: Sequence[Episode], scores: Sequence[Score]) -> None:
-        """`episodes/step_000012.jsonl`: an episode a line, in canonical order."""
+        """`episodes/step_000012.jsonl`: one episode per line, in canonical order."""
         if self.tracker and self.save_episodes:
             self._write(numbered(step, "step", ".jsonl"), episodes, scores)
 
@@ -60,7 +60,7 @@ class Record:
     def nonfinite_batch(self, step: int, experience: Experience) -> Path:
         """`nonfinite_step_000012.safetensors`: every tensor of the step on which updates were not finite; returns its path.
 
-        The file's metadata holds `rows`, JSON of [prompt_id, task, sample] for dim 0 of the tensors. Written also when episodes
+        The file's metadata holds `rows`, JSON of [prompt_id, task, sample] for dim 0 of the tensors. It is written even when episodes
         are not (`tracking.save_episodes`).
         """
         path = self.run.path / numbered(step, "nonfinite_step", ".safetensors")

@@ -1,8 +1,8 @@
 """Actor, reference and critic as the loop sees them: a batch and its leaves in, per-leaf tensors out, whatever the number of ranks.
 
 Leaves are dealt to ranks like cards (leaf `slot * ranks + rank`), so that the canonical sum over leaves has the same
-shape at 1, 2 and 4 ranks; results come back in leaf order. The batch itself is placed on the ranks once a step: a call names rows, and
-only columns that are new (old log-probabilities, advantages) or have changed travel.
+shape at 1, 2 and 4 ranks; results come back in leaf order. The batch itself is placed on the ranks once per step. A call names
+rows, and sends only columns that are new (old log-probabilities, advantages) or have changed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RemoteModels:
     """The trainer group's roles.
 
     Args:
-        group: `workers.models.trainer_worker.TrainerWorker` on every rank.
+        group: one `workers.models.trainer_worker.TrainerWorker` on every rank.
         temperature: sampling temperature; log-probabilities and entropy are those of the sampled distribution.
         max_response_tokens: the response cap, for constant-length normalisation.
     """
@@ -64,7 +64,7 @@ class RemoteModels:
         """The critic's values, per leaf [rows of the leaf, t].
 
         Args:
-            with_end: one column more, with the value after each sequence's last token.
+            with_end: adds one column, with the value after each sequence's last token.
         """
         self._place(tokens)
         return undeal(self.group.run("values", deal(plan.rows, self.group.size), with_end=with_end))
@@ -85,7 +85,7 @@ class RemoteModels:
         return [_merge([results[i] for results in per_rank]) for i in range(len(chosen))]
 
     def end_step(self) -> None:
-        """Advance the learning-rate schedules; once a training step."""
+        """Advance the learning-rate schedules; to be called once per training step."""
         self._placed = {}
         self.group.run("end_step")
 
@@ -94,15 +94,15 @@ class RemoteModels:
         return self.group.fetch("export_weights")
 
     def save(self, path: Path) -> None:
-        """Write trained weights and optimizer states into the directory `path`, each rank its shards."""
+        """Write trained weights and optimizer states into the directory `path`; each rank writes its shards."""
         self.group.run("save", path=str(path))
 
     def saved_bytes(self) -> int:
-        """What `save` will write, in bytes, over all ranks."""
+        """Bytes that `save` will write, over all ranks."""
         return self.group.run("saved_bytes")[0]
 
     def load(self, path: Path) -> None:
-        """Take over what `save` wrote at any number of ranks."""
+        """Load what `save` wrote, with any number of ranks."""
         self.group.run("load", path=str(path))
 
     def digests(self) -> dict[str, str]:
@@ -130,7 +130,7 @@ def _same(sent: Tensor | None, value: Tensor) -> bool:
 
 
 def _merge(per_rank: Sequence[Any]) -> MiniBatchResult:
-    """One mini-batch's results of all ranks. Shares are added in leaf order, so the sum's bits do not depend on ranks."""
+    """One mini-batch's results of all ranks. Shares are added in leaf order, so the bits of the sum do not depend on the number of ranks."""
     losses = undeal([result.losses for result in per_rank])
     metrics = undeal([result.metrics for result in per_rank])
     loss = 0.0

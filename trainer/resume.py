@@ -7,8 +7,8 @@ from typing import Any
 
 from configs.problems import UserError
 
-# Keys that never decide what is learned: where things run, how long, what is written. Under full determinism the
-# topology among them does not move a bit (levels D2 to D5); without it, it moves rounding only.
+# Keys that never decide what is learned: where things run, how long, what is written. Among them are the keys of the topology. Under full
+# determinism they move no bit (levels D2 to D5); without it they change rounding only.
 FREE = (
     "run",
     "tracking",
@@ -71,7 +71,7 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], allow: Sequence
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dicts and lists under dotted keys (`data.train.0.path`)."""
+    """Values of nested dicts and lists under dotted keys (`data.train.0.path`)."""
     if isinstance(tree, Mapping) and tree:
         items: Any = tree.items()
     elif isinstance(tree, (list, tuple)) and tree:

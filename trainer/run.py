@@ -2,7 +2,7 @@
 
     compose + validate -> pin the process -> check inputs and resources -> start workers and engines -> PPO.fit
 
-Everything that can be wrong with the config, the data, the models or the machine is said in one line before an engine starts.
+Whatever is wrong with the config, the data, the models or the machine is reported in one line before an engine starts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Session(NamedTuple):
     run: RunDirectory
     inputs: Inputs
     stack: ExitStack
-    """Ends what is entered here, the last first."""
+    """Ends what is entered here, in reverse order."""
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def session(config: Config, training: bool = True) -> Iterator[Session]:
         if training:
             check_tracking(config.tracking)
     with ExitStack() as stack:
-        stack.callback(run_directory.release)  # entered first, given back last
+        stack.callback(run_directory.release)  # entered first, so released last
         preload = (*(trainer_worker.PRELOAD if training else ()), *vllm_process.PRELOAD)
         launcher = make_launcher(config, run_directory.path, preload)
         stack.callback(launcher.close)
@@ -99,7 +99,7 @@ def _checked(config: Config, training: bool) -> tuple[Config, RunDirectory, Inpu
     run_directory.check(config.run.resume)
     config = settle_date(config, earlier_date(run_directory.config) if config.run.resume != "never" else None)
     with ThreadPoolExecutor(1) as aside:
-        # In a process of its own anyway, so it need not wait for the data.
+        # It runs in a process of its own anyway, so it need not wait for the data.
         functions = aside.submit(check_functions, config.reward.functions)
         inputs = load_inputs(config, training)
         functions.result()
@@ -110,7 +110,7 @@ def start(config: Config, adjust: Callable[[PPO], None] | None = None, checkpoin
     """Pin, check, start everything, train, end everything.
 
     Args:
-        adjust: changes the loop after it was restored (a replay does).
+        adjust: changes the loop after it was restored (used by a replay).
         checkpoint: restore this one instead of looking in the run directory.
     """
     from trainer.claim import prepare_directory

@@ -1,8 +1,8 @@
-"""The run directory and its contract: who may use it, what is in it, and how a resumed run finds its place.
+"""The run directory: who may use it, what is in it, and how a resumed run finds its place.
 
 config.yaml  manifest.json  ledger.jsonl  metrics.jsonl  episodes/  checkpoints/  logs/  wandb/
 run.lock     held by the process that writes here, to its end
-set_aside/   what a resume took out of the record, a folder each time
+set_aside/   what resumes took out of the record, one folder each
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from configs.problems import UserError
 from determinism.files import DamagedLineError, json_lines, move_file, move_lines, number_in, numbered
 from trainer.run_lock import RunLock
 
-# A directory which holds one of these belongs to a run already.
+# A directory that holds one of these belongs to a run already.
 MARKS = ("config.yaml", "ledger.jsonl", "metrics.jsonl")
 EPISODES = ("step", "validation")
 """Prefixes of the files in `episodes/`."""
@@ -28,7 +28,7 @@ class RunDirectoryError(UserError, ValueError):
 
 
 SOCKET_NAME = 107
-"""Bytes that the system allows for the name of a socket."""
+"""Bytes that the system allows for the path of a socket."""
 SOCKETS = "/01234567-89ab-cdef-0123-456789abcdef"
 """The longest name that vLLM and multiprocessing give to a socket below the temporary folder."""
 
@@ -73,7 +73,7 @@ class RunDirectory:
         return any((self.path / mark).exists() for mark in MARKS) or any(self.checkpoints.glob("*"))
 
     def check(self, resume: str) -> None:
-        """Refuse a directory that can't be written, is in use, or holds a run that is not to be resumed. Changes nothing.
+        """Refuse a directory that can't be written, is in use, or holds a run although `run.resume` is `never`. Changes nothing.
 
         Raises:
             RunDirectoryError: names the directory and the ways out.
@@ -93,7 +93,7 @@ class RunDirectory:
                 )
 
     def claim(self, resume: str) -> None:
-        """Create the directory and its fixed parts, and keep everybody else out until `release`. Nothing that is there changes.
+        """Create the directory and its fixed parts, and keep everybody else out until `release`. Existing files do not change.
 
         Raises:
             RunDirectoryError: as in `check`, or the directory can't be made.
@@ -127,7 +127,7 @@ class RunDirectory:
     def take_out_after(self, step: int, aside: Path) -> None:
         """Move what was recorded after `step` (metrics, episodes) into `aside`, before a resumed run writes those steps again.
 
-        Files whose names are not exactly those that a run gives stay where they are.
+        Files with other names than those that a run gives stay where they are.
         """
         ends = [end for recorded, end in self._metric_lines() if recorded <= step]
         move_lines(self.metrics, max(ends, default=0), aside / self.metrics.name)
@@ -159,7 +159,7 @@ class RunDirectory:
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """What the file system refuses, as an error that names the setting."""
+        """What the file system refuses, turned into an error that names the setting."""
         try:
             yield
         except OSError as error:

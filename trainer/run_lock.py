@@ -1,4 +1,4 @@
-"""One process at a time writes into a run directory: a lock that the operating system gives back when its holder dies."""
+"""One process at a time writes into a run directory: a lock that the operating system releases when its holder dies."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 class RunLock:
     """An exclusive `flock` on a file, which also says who holds it.
 
-    Forks of the holder close their copy, so that only the holder's own end or `release` gives the lock back.
+    Forks of the holder close their copy, so that only the holder's own end, or `release`, releases the lock.
 
     Args:
-        path: the lock's file; its folder must exist. It stays when the lock is given back.
+        path: the lock's file; its folder must exist. It stays when the lock is released.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,7 +27,7 @@ class RunLock:
         self._descriptor: int | None = None
 
     def take(self) -> str | None:
-        """Take the lock unless somebody else has it: None when it is ours now (or was already), else the holder in words.
+        """Take the lock unless another process has it. Returns None when it is ours now (or was already), otherwise the holder in words.
 
         Raises:
             OSError: the file can't be opened.
@@ -46,7 +46,7 @@ class RunLock:
         return None
 
     def holder(self) -> str | None:
-        """Who else holds the lock, in words; None when nobody does. Changes nothing."""
+        """The other process that holds the lock, in words; None when there is none. Changes nothing."""
         if self._descriptor is not None or not self.path.is_file():
             return None
         descriptor = os.open(self.path, os.O_RDONLY)
@@ -56,14 +56,14 @@ class RunLock:
             os.close(descriptor)
 
     def release(self) -> None:
-        """Give the lock back, if it is held."""
+        """Release the lock, if it is held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def _locked(descriptor: int, kind: int, path: Path) -> bool:
-    """Whether the lock was free. A file system that knows no locks can't refuse anybody, which is said."""
+    """Whether the lock was free. A file system without locks can't refuse anybody; there is a warning."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

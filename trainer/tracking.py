@@ -1,5 +1,5 @@
-"""Where metrics go: `metrics.jsonl` (exact floats), Weights & Biases, and a progress bar. None of them may stop training,
-except that a metrics file which can't be written is an error: data must not be lost silently."""
+"""Where metrics go: `metrics.jsonl` (exact floats), Weights & Biases, and a progress bar. A failing tracker does not stop training,
+but a metrics file that can't be written does: data must not be lost silently."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class TrackingError(UserError, ValueError):
 
 
 def check_tracking(config: TrackingConfig) -> None:
-    """Before anything starts: where a run is to be tracked online, there are credentials and the server answers.
+    """Before anything starts: when a run is tracked online, check that there are credentials and that the server answers.
 
-    Without them W&B would ask at a terminal, or wait for a minute, with all engines up.
+    Otherwise W&B would ask at a terminal, or wait for a minute, with all engines running.
 
     Raises:
         TrackingError: what is missing, and the ways out.
@@ -60,7 +60,7 @@ def check_tracking(config: TrackingConfig) -> None:
         error.close()
     except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(getattr(error, "reason", None), ssl.SSLError):
-            return  # it answers; which certificates are trusted is W&B's own matter
+            return  # the server answers; W&B itself decides which certificates it trusts
         raise TrackingError(
             f"tracking.wandb_mode=online, and {host} does not answer within {ANSWER_S:g} s ({error}); check the network, the proxy "
             f"and WANDB_BASE_URL, {out}"
@@ -68,7 +68,7 @@ def check_tracking(config: TrackingConfig) -> None:
 
 
 class Tracker:
-    """Receives each step's metrics in the main process.
+    """Receives each step's metrics.
 
     Args:
         config: the `tracking` group.
@@ -164,7 +164,7 @@ class Tracker:
 
 
 def progress_line(metrics: Mapping[str, float]) -> str:
-    """What a person wants to see of a step: time, reward, KL, and the last validation."""
+    """The numbers of a step for the progress bar: time, reward, KL, and the last validation."""
     parts = [f"{metrics['timing_s/step']:.1f}s"]
     for label, key in (("reward", "critic/score/mean"), ("kl", "actor/ppo_kl"), ("len", "response_length/mean")):
         value = metrics.get(key, math.nan)

@@ -1,4 +1,4 @@
-"""Validation on held-out prompts: a greedy pass, and a sampled one when it is set. Seeded as training is."""
+"""Validation on held-out prompts: a greedy pass, and a sampled one when it is set. It is seeded in the same way as training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ValidationResult:
     episodes: list[Episode] = field(default_factory=list)
     """All passes' episodes, in canonical order within a pass."""
     scores: list[Score] = field(default_factory=list)
-    """A score an episode."""
+    """One score per episode."""
 
 
 class Validation:

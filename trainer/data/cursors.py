@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """One source of prompts, loaded (`prompts`) or read as it goes by (`stream`)."""
+    """One source of prompts, loaded (`prompts`) or read row by row (`stream`)."""
 
     name: str
     weight: float
@@ -30,7 +30,7 @@ class Source:
 
 
 class Cursor(Protocol):
-    """Where a source is read next."""
+    """The position in a source, and the way to read on from there."""
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts, all of one pass; None ends a pass early when it has fewer left."""
@@ -92,8 +92,8 @@ class RowCursor:
 class StreamCursor:
     """Reads a stream in windows of rows, each shuffled in itself.
 
-    The order within window w of pass p is a function of (seed, source name, p, w), and windows begin at multiples of the window size
-    counted in the source's rows, so a position is found again by skipping to its window.
+    The order within window w of pass p is a function of (seed, source name, p, w). Windows begin at multiples of the window size,
+    counted in rows of the source, so a position is found again by skipping to its window.
     """
 
     def __init__(self, source: Source, seed: int, shuffle: bool) -> None:
@@ -161,7 +161,7 @@ class StreamCursor:
 
 
 def too_few(name: str, rows: int, count: int) -> SourceError:
-    """The error of a source with fewer rows than a batch takes from it."""
+    """The error for a source with fewer rows than a batch takes from it."""
     return SourceError(
         f"data source {name!r} has {rows} rows, and a step takes up to {count} from it; "
         "give it more rows, or lower its weight or data.prompts_per_step"

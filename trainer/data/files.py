@@ -1,8 +1,8 @@
 """Rows of JSON and CSV files, as they are written.
 
-Libraries that read such files into columns guess a type for each column, and what doesn't fit is changed: text that looks like a
-date becomes a time, 42 beside 4.5 becomes 42.0, 00501 becomes 501, NA goes missing. Here a row is what its line says: JSON's own
-types (whole numbers of any size), and text for every cell of a CSV file. Rows keep the columns that they have.
+Libraries that read such files into columns guess a type for each column and change what doesn't fit: text that looks like a
+date becomes a time, 42 beside 4.5 becomes 42.0, 00501 becomes 501, NA becomes a missing value. Here a row is what its line says: JSON's
+own types (whole numbers of any size), and text for every cell of a CSV file. Rows keep the columns that they have.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PARAMS = {
     "json": ("encoding", "field"),
     "csv": ("encoding", "delimiter", "sep", "quotechar", "column_names"),
 }
-"""Settings of a reader, under the names that `datasets` has for them; `sep` is `delimiter`."""
+"""Settings of a reader, under the names that `datasets` uses; `sep` is another name of `delimiter`."""
 
 _CHUNK = 1 << 20
 """Characters of a JSON array read at a time."""
 
 
 class FileError(ValueError):
-    """A file that is not what its name says; names the file, the line or row, and the way out."""
+    """A file that can't be read as what its name says; the message names the file, the line or row, and the way out."""
 
 
 def format_of(path: str | Path) -> str | None:
@@ -44,15 +44,15 @@ def format_of(path: str | Path) -> str | None:
 def read_file(path: str | Path, params: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Rows of one file in its order, read as they are asked for (a JSON document with `field` is read whole).
 
-    JSON: an object a line, or one array of objects. CSV: a header, then rows; an empty cell is None, and every other one text.
+    JSON: one object per line, or one array of objects. CSV: a header, then rows; an empty cell is None, every other cell is text.
 
     Args:
-        path: ends in a suffix of `FORMATS`, or in such a one and `.gz`.
+        path: ends in a suffix of `FORMATS`, or in such a suffix and `.gz`.
         params: `encoding` (UTF-8, with or without a byte order mark, when it is not given); JSON: `field`, the key under which a
             document keeps its rows; CSV: `delimiter`, `quotechar`, and `column_names` for a file without a header.
 
     Raises:
-        FileError: a parameter that nothing reads; a row that can't be read as it was meant.
+        FileError: a parameter that no reader knows; a row that can't be read as it was meant.
     """
     kind = format_of(path)
     if kind is None:
@@ -118,11 +118,11 @@ def _json_rows(stream: TextIO, path: Path, field: str | None = None) -> Iterator
 
 
 def _array(stream: TextIO, text: str, path: Path) -> Iterator[dict[str, Any]]:
-    """Elements of an array that begins before `text`; no more text is held than an element needs."""
+    """Elements of an array whose beginning comes before `text`; no more text is held than one element needs."""
     at = 0
 
     def peek() -> str:
-        """The next character that is no white space; empty at the end of the file."""
+        """The next character that is not white space; empty at the end of the file."""
         nonlocal text, at
         while True:
             while at < len(text) and text[at] in " \t\r\n":
@@ -143,7 +143,7 @@ def _array(stream: TextIO, text: str, path: Path) -> Iterator[dict[str, Any]]:
                 row, end = _DECODER.raw_decode(text, at)
                 break
             except json.JSONDecodeError as error:
-                # Perhaps the element goes on behind what has been read; doubling reads a long one in linear time.
+                # The element may be longer than the text read so far; doubling that text reads a long element in linear time.
                 more = stream.read(max(_CHUNK, len(text) - at))
                 if not more:
                     raise FileError(f"{where} is not JSON: {error.msg}") from None
@@ -181,7 +181,7 @@ def _row(value: Any, where: str) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; of two values under one key Python would keep the last without a word."""
+    """An object. A key that occurs twice is refused: Python would silently keep the last value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise FileError(f"the key {_twice([key for key, _ in pairs])!r} is given twice")
@@ -211,7 +211,7 @@ def _csv_rows(
 ) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(sys.maxsize)  # a prompt may be longer than the module's 128 KiB
     try:
-        # strict: a quote in the wrong place would otherwise move the cells' borders silently.
+        # strict: otherwise a quote in the wrong place would silently move the borders of cells.
         reader = csv.reader(stream, strict=True, delimiter=delimiter or sep or ",", quotechar=quotechar)
     except TypeError as error:
         raise FileError(f"{path}: params: {error}") from error
@@ -227,7 +227,7 @@ def _csv_rows(
         if not cells:  # an empty line
             continue
         if names is None:
-            # Tables that were saved with their index have a nameless first column.
+            # Tables that were saved with their index have a first column without a name.
             names = [name or f"Unnamed: {number}" for number, name in enumerate(cells)]
             if len(set(names)) < len(names):
                 raise FileError(f"{path}: the column {_twice(names)!r} is there twice; rename one")
@@ -245,6 +245,6 @@ def _twice(names: Sequence[str]) -> str:
 
 
 def short(value: Any) -> str:
-    """A value for a message."""
+    """A value in the form that messages show."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -30,7 +30,7 @@ class Rendered:
     text: str
     """The rendered text, its BOS included when the template writes one."""
     token_ids: tuple[int, ...]
-    """Its tokens, with exactly one leading BOS when template or tokenizer put one there; no padding."""
+    """Its tokens, with exactly one leading BOS when the template or the tokenizer puts one there; no padding."""
     messages: tuple[Mapping[str, Any], ...]
     """The conversation; plain text is one user message."""
 
@@ -104,7 +104,7 @@ class PromptCodec:
 
         Raises:
             PromptError: a conversation that the template refuses or that ends with the assistant, messages where plain text is
-                fed, a prompt without tokens. Names the row.
+                fed, a prompt without tokens. The message names the row.
         """
         conversations = [self._messages(name, prompt) for name, prompt in prompts]
         texts = [self._text(name, messages) for (name, _), messages in zip(prompts, conversations, strict=True)]
@@ -120,7 +120,7 @@ class PromptCodec:
         return rendered
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a response without special tokens; spaces stay as they were sampled."""
+        """Text of a response without special tokens; spaces stay as sampled."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def decode_prompt(self, token_ids: Sequence[int]) -> str:
@@ -150,11 +150,11 @@ class PromptCodec:
             return self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # templates raise jinja's own errors, and KeyErrors through missing fields
+        except Exception as error:  # templates raise jinja's own errors, and KeyErrors for missing fields
             raise PromptError(f"prompt {name!r}: the chat template failed: {type(error).__name__}: {error}") from error
 
     def _tokenizer_adds_bos(self) -> bool:
-        """Whether plain text gets a BOS from the tokenizer itself; probed, since settings and post-processors disagree."""
+        """Whether the tokenizer itself puts a BOS before plain text; tried out, because settings and post-processors disagree."""
         if self.bos_id is None:
             return False
         ids = self.tokenizer("a")["input_ids"]
@@ -163,7 +163,7 @@ class PromptCodec:
         ]
 
     def _one_bos(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Template and tokenizer may each bring a BOS: keep one; add the tokenizer's where the template left it out."""
+        """Template and tokenizer may each add a BOS: keep one, and add the tokenizer's where the template has none."""
         ids = tuple(ids)
         while self.bos_id is not None and ids[:2] == (self.bos_id, self.bos_id):
             ids = ids[1:]
@@ -187,7 +187,7 @@ class LengthReport:
 def apply_length_policy(
     prompts: Sequence[Prompt], max_tokens: int, policy: str, codec: PromptCodec
 ) -> tuple[list[Prompt], LengthReport]:
-    """Hold prompts to `max_tokens`.
+    """Apply the limit `max_tokens` to prompts.
 
     `error` refuses; `filter` drops; `truncate_left` keeps the last tokens (and a leading BOS), `truncate_right` the first. A truncated
     prompt's `text` is that of its tokens; its `messages` stay whole.

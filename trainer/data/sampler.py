@@ -2,8 +2,9 @@
 
     DataConfig --sources.py--> rows --prompts.py--> Prompt --PromptSampler--> the prompts of step 1, 2, ...
 
-Order. A source is read in *passes*. Pass p visits its rows in an order that is a function of (seed, source name, p) only. Which source
-gives the next prompt is decided by weight: always the source that is furthest behind its share. No generator has a state, so the position is a few integers.
+A source is read in *passes*. Pass p visits its rows in an order that is a function of (seed, source name, p) only. Weights decide which
+source gives the next prompt: always the source that is furthest behind its share. No random generator has a state, so the position is a few
+integers.
 
 Passes never end inside a batch: when a source has fewer rows left than the batch takes from it, these rows are left out of the pass
 (and logged) and the next pass begins. So no prompt occurs twice in a batch, and with one source an epoch is a pass.
@@ -31,7 +32,7 @@ _CHECKED_BATCHES = 1000
 
 
 class PromptData:
-    """The prompts of a split, rendered, tokenised and held to the length limit.
+    """The prompts of a split: rendered, tokenised, and with the length limit applied.
 
     Args:
         config: the data group.
@@ -39,7 +40,7 @@ class PromptData:
         split: `train` or `validation`.
 
     Raises:
-        SourceError: a source that cannot be loaded, two of one name, no training source.
+        SourceError: a source that cannot be loaded, two with the same name, no training source.
         PromptError: a tokenizer or prompt that cannot be used (see `trainer/data/prompts.py`).
     """
 
@@ -137,7 +138,7 @@ def _check_sources(configs: Sequence[DataSourceConfig], split: str) -> None:
 
 
 def log_first_prompt(data: PromptData) -> None:
-    """Show the first prompt as the engine sees it, once: its template, its BOS and the ids are where mistakes are seen."""
+    """Log the first prompt as the engine sees it, once. Mistakes show in its template, its BOS and its ids."""
     source = data.sources[0]
     prompts: Iterable[Prompt | None] = source.prompts if source.stream is None else source.stream(0)
     first = next((prompt for prompt in prompts if prompt is not None), None)
@@ -185,7 +186,7 @@ class PromptSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch: all rows of all sources, divided by the batch; what is left over is dropped.
+        """Steps of an epoch: all rows of all sources divided by the batch size, rounded down.
 
         Raises:
             SourceError: a source streams, so its number of rows is not known.
@@ -213,12 +214,12 @@ class PromptSampler:
         return epochs * self.steps_per_epoch
 
     def next_batch(self) -> list[Prompt]:
-        """The next step's prompts, `prompts_per_step` of them, no two of one id."""
+        """The prompts of the next step, `prompts_per_step` of them, no two with the same id."""
         self._step += 1
         return self.more(self._batch)
 
     def more(self, count: int) -> list[Prompt]:
-        """The next `count` prompts, no two of one id; for a step that needs more than a batch. Moves the position, not the step."""
+        """The next `count` prompts, no two with the same id, for a step that needs more than a batch. Moves the position, not the step."""
         slots = _next_slots(self._weights, self._drawn, count)
         counts = [slots.count(index) for index in range(len(self._sources))]
         taken = [iter(cursor.take(number)) for cursor, number in zip(self._cursors, counts, strict=True)]
@@ -241,7 +242,7 @@ class PromptSampler:
         """Continue where `state_dict` was taken.
 
         Raises:
-            ValueError: the state is of another format version, batch size or set of sources.
+            ValueError: the state has another format version, batch size or set of sources.
         """
         if state["version"] != STATE_VERSION:
             raise ValueError(f"the sampler's state has version {state['version']}; this code reads {STATE_VERSION}")
@@ -268,7 +269,7 @@ class PromptSampler:
 
 
 def _whole_weights(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in the ratio of the weights, as they are written: 0.1 and 0.3 give 1 and 3, exactly."""
+    """Whole numbers in the exact ratio of the weights as written: 0.1 and 0.3 give 1 and 3."""
     fractions = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in fractions))
     whole = [int(fraction * scale) for fraction in fractions]
@@ -298,6 +299,6 @@ def _most_per_batch(weights: Sequence[int], batch: int) -> list[int]:
         counts = [slots.count(index) for index in range(len(weights))]
         drawn = [old + new for old, new in zip(drawn, counts, strict=True)]
         most = [max(old, new) for old, new in zip(most, counts, strict=True)]
-        if sum(drawn) % sum(weights) == 0:  # everybody has exactly its share: from here on it repeats
+        if sum(drawn) % sum(weights) == 0:  # every source has exactly its share: from here on the schedule repeats
             break
     return most

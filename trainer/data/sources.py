@@ -1,8 +1,8 @@
 """Loads one configured source into rows: a generated reasoning-gym task, JSON or CSV files, or what the `datasets` library reads.
 
-Local JSON and CSV files are read as they are written (`files.py`); parquet files, saved datasets and the Hub's come through
-`datasets`, with the types that they have there. A row keeps what verifiers need: the answer and, under `extra`, the remaining columns. Rows keep their number in the source, so
-a prompt's identity does not move when others are filtered out.
+Local JSON and CSV files are read as they are written (`files.py`). Parquet files, saved datasets and those of the Hub are read by
+`datasets`, with the types that they have there. A row keeps what verifiers need: the answer and, under `extra`, the remaining columns. Rows
+keep their number in the source, so a prompt's identity does not change when others are filtered out.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ TASK_KEY = "reasoning_gym"
 # Generated tasks seed row i with seed + i, some of them a numpy generator that takes 32 bits.
 _TASK_SEED_BITS = 31
 
-# Rows of a stream in which the columns are looked for; a loaded source is looked through whole.
+# Rows of a stream that are searched for columns; of a loaded source all rows are.
 _LOOKED_THROUGH = 1000
 
-# Some tasks walk through sets while they make a row; generating the first ones twice finds those.
+# Some tasks iterate over sets while they make a row, so rows are not repeatable; generating the first ones twice finds such tasks.
 _REPEATED_ROWS = 8
 
 
 class SourceError(ValueError):
-    """A data source cannot be used as it is configured; the message names it."""
+    """A data source cannot be used as configured; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def load_rows(config: DataSourceConfig, data_seed: int, split: str) -> list[Sour
     Args:
         config: the source.
         data_seed: `data.seed`; a generated task without a seed of its own derives one from it.
-        split: `train` or `validation`: so that a task named in both does not hold out the rows it trains on.
+        split: `train` or `validation`; part of the seed, so that a task named in both does not hold out rows that it trains on.
 
     Raises:
         SourceError: an unknown kind or task, a path that cannot be read, a missing column, an empty or malformed prompt.
@@ -83,7 +83,7 @@ def load_rows(config: DataSourceConfig, data_seed: int, split: str) -> list[Sour
 
 
 def task_seed(config: DataSourceConfig, data_seed: int, split: str) -> int:
-    """Seed of a generated task: its own, else derived from `data.seed`, the split and the source's name; below 2**31."""
+    """Seed of a generated task: its own, or one derived from `data.seed`, the split and the source's name; below 2**31."""
     if config.seed is not None:
         return config.seed
     return derive_seed(data_seed, "data_task", split, config.name) % 2**_TASK_SEED_BITS
@@ -128,7 +128,7 @@ def _task_row(task: Any, name: str, seed: int, index: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _own_generators(seed: int) -> Iterator[None]:
-    """Some tasks draw from, or seed, the global generators: give them seeded ones and put the caller's state back."""
+    """Some tasks draw from, or seed, the global generators: seed these for the block, and restore the caller's state afterwards."""
     import numpy as np
 
     python_state, numpy_state = random.getstate(), np.random.get_state()
@@ -147,7 +147,7 @@ class _Table:
 
     rows: Iterable[Mapping[str, Any]]
     columns: Sequence[str] | None
-    """In their order; None when nothing is known without a row."""
+    """Columns in their order; None when they are not known because there is no row."""
 
 
 def _loaded(config: DataSourceConfig) -> _Table:
@@ -189,7 +189,7 @@ def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str] | None:
 def _files(config: DataSourceConfig) -> dict[str, list[str]] | None:
     """Split -> its files, for local JSON and CSV files; None for what `datasets` is to read.
 
-    A file is the one split that the config names; in a folder `datasets` finds out which files are which split.
+    A single file is the split that the config names. In a folder, `datasets` finds out which files belong to which split.
     """
     path = Path(os.path.expanduser(config.path))
     names = list(dict.fromkeys(part.partition("[")[0].strip() for part in config.split.split("+")))
@@ -232,7 +232,7 @@ def _files(config: DataSourceConfig) -> dict[str, list[str]] | None:
 def _read_files(config: DataSourceConfig, paths: Sequence[str]) -> Iterator[dict[str, Any]]:
     own = {name for names in PARAMS.values() for name in names}
     is_file = Path(os.path.expanduser(config.path)).is_file()
-    # In a folder the others have helped to find the files.
+    # In a folder, the other settings have already served to find the files.
     params = {name: value for name, value in config.params.items() if is_file or name in own}
     try:
         for path in paths:
@@ -260,7 +260,7 @@ def _is_saved(path: Path) -> bool:
 def _named(config: DataSourceConfig) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # the library raises many kinds; each means that this source cannot be read
+    except Exception as error:  # the library raises errors of many kinds; each means that this source cannot be read
         raise SourceError(
             f"data source {config.name!r}: cannot load {config.path} (split {config.split!r}): {type(error).__name__}: {error}"
         ) from error
@@ -274,7 +274,7 @@ def _open_dataset(config: DataSourceConfig, *, streaming: bool = False) -> Any:
     params = dict(config.params)
     with _named(config):
         if path.is_file():
-            # A slice such as train[:100] names rows of the one split that the file becomes.
+            # A slice such as train[:100] takes rows of the one split that the file becomes.
             files = {config.split.partition("[")[0]: str(path)}
             return datasets.load_dataset("parquet", data_files=files, split=config.split, streaming=streaming, **params)
         if path.is_dir() and _is_saved(path):
@@ -327,7 +327,7 @@ def _check_columns(config: DataSourceConfig, names: Sequence[str]) -> None:
 
 
 def _answer_key(config: DataSourceConfig, names: Sequence[str]) -> str | None:
-    """The column of the answer; the rows verl writes keep it in `reward_model.ground_truth`."""
+    """The column of the answer; rows written for verl keep it in `reward_model.ground_truth`."""
     if config.answer_key == "answer" and "answer" not in names and "reward_model" in names:
         return "reward_model.ground_truth"
     return config.answer_key
@@ -338,7 +338,7 @@ def _reach(values: Mapping[str, Any], key: str) -> Any:
         return values[key]
     value: Any = values
     for part in key.split("."):
-        # An answer that this row does not have is None, as an empty cell is.
+        # When this row has no answer, it is None, like an empty cell.
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
@@ -349,7 +349,7 @@ def _prompt(value: Any, where: str, key: str) -> str | tuple[Mapping[str, Any], 
             raise SourceError(f"{where}: column {key!r} is empty")
         return value
     if isinstance(value, list) and value and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
-        # Columnar files give every message every field; those it never had come back as None.
+        # Columnar files give every message every field; fields that it never had come back as None.
         return tuple({name: part for name, part in message.items() if part is not None} for message in value)
     raise SourceError(
         f"{where}: column {key!r} holds {short(value)}; it must be text or a list of messages with role and content"
@@ -360,7 +360,7 @@ def plain(value: Any, where: str) -> Any:
     """`value` made of None, bool, int, float, str, list, tuple and dict only, so that it can be digested, sent and written.
 
     Raises:
-        SourceError: a value that has no such form; names where it stands.
+        SourceError: a value that has no such form; the message says where it is.
     """
     if isinstance(value, str):
         try:
@@ -395,7 +395,7 @@ def plain(value: Any, where: str) -> Any:
 def overlapping_tasks(
     train: Sequence[DataSourceConfig], validation: Sequence[DataSourceConfig], data_seed: int
 ) -> list[str]:
-    """Pairs of generated sources whose held-out rows are (partly) training rows; one sentence a pair.
+    """Pairs of generated sources whose held-out rows are (partly) training rows; one sentence per pair.
 
     A task makes row i from seed + i, so two sources with near seeds share rows: with seeds 1 and 2 all but one.
     """

@@ -1,7 +1,7 @@
-"""What a chat template may read beside the conversation: the date, if it is a fixed one; never a clock or a generator.
+"""What a chat template may read besides the conversation: a fixed date, but never a clock or a random generator.
 
-Some templates write today's date into every conversation (`strftime_now`): the same command then trains on other prompts tomorrow, and
-a run could not be resumed after midnight. `data.template_date` is the date that they get instead.
+Some templates write today's date into every conversation (`strftime_now`). The same command would then train on other prompts tomorrow, and
+a run could not be resumed after midnight. `data.template_date` is the date that such templates get instead.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def asks_for_date(tokenizer: Any) -> bool:
     """Whether the tokenizer's chat template reads the clock.
 
     Raises:
-        PromptError: the template is no valid Jinja, or draws random numbers (`|random`, `lipsum()`): those come from a global
-            generator, so a conversation would not have one text.
+        PromptError: the template is not valid Jinja, or draws random numbers (`|random`, `lipsum()`). Those come from a global
+            generator, so the same conversation would be rendered differently each time.
     """
     import jinja2
     from jinja2 import nodes
 
-    # The environment in which transformers renders: its tags and functions are not Jinja's alone.
+    # The environment in which transformers renders: it adds tags and functions to Jinja's own.
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
@@ -55,16 +55,16 @@ def asks_for_date(tokenizer: Any) -> bool:
 
 
 def fix_date(tokenizer: Any, date: str | None) -> Any:
-    """The tokenizer itself, whose chat template from now on takes `date` (ISO) for today, at midnight; None leaves the clock to it."""
+    """The same tokenizer, whose chat template from now on takes `date` (ISO, at midnight) for today; with None it reads the clock."""
     if date is not None:
         now = datetime.datetime.fromisoformat(date).strftime
-        # A variable of the rendering goes before the environment's function of that name.
+        # A variable of the rendering has precedence over the environment's function of that name.
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **{CLOCK: now})
     return tokenizer
 
 
 def settle_date(config: Config, recorded: str | None) -> Config:
-    """The config with the date that its chat templates get, where one asks for it: `data.template_date`, or else `recorded`, or else
+    """The config with the date that its chat templates get, if one asks for a date: `data.template_date`, or else `recorded`, or else
     today's.
 
     Args:
@@ -103,7 +103,7 @@ def earlier_date(config: Path) -> str | None:
 
 
 def _rendering(config: Config) -> Iterator[tuple[str, Any]]:
-    """(setting, tokenizer) of each model for which conversations are rendered with a chat template, where it has one."""
+    """(setting, tokenizer) of each model whose conversations are rendered with a chat template, if it has one."""
     model, reward, trust = config.model, config.reward.model, config.model.trust_remote_code
     if config.data.apply_chat_template:
         tokenizer = load_tokenizer(model.tokenizer or model.path, model.chat_template, trust)

@@ -49,13 +49,13 @@ class Command:
     summary: str
     """One line for the list."""
     module: str
-    """It exists when this module does."""
+    """The subcommand exists when this module does."""
     main: Callable[[Sequence[str]], int]
     """Arguments after the subcommand -> exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `exactrl ARGV...`; the exit code."""
+    """Run `exactrl ARGV...`; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return ending_with_the_reader(lambda: _run(arguments))
 
@@ -130,9 +130,9 @@ def _usage(commands: dict[str, Command]) -> str:
 
 
 def _guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Errors that the user can mend come as lines, a worker's failure with the worker's own traceback, the rest as it is.
+    """Print an error that the user can fix as one line, a worker's failure with the worker's own traceback, and any other error as it is.
 
-    A file or checkpoint that could not be written (a full disk) is told as a line too, but the run has failed: exit code 1.
+    A file or checkpoint that could not be written (a full disk) is also reported in one line, but the run has failed: exit code 1.
     """
     from configs.problems import UserError
 
@@ -224,19 +224,19 @@ def train(argv: Sequence[str]) -> int:
 
 
 def pin_hash_seed(config: Config) -> None:
-    """Under full determinism the process starts itself again here, once, so that what follows is printed once."""
+    """Under full determinism the process starts itself again here, once, before anything is printed."""
     from determinism.environment import reexec_with_hashseed
 
     reexec_with_hashseed(config.full_determinism, config.determinism.threads)
 
 
 def print_warnings(warnings: Sequence[Problem]) -> None:
-    """One line each, on stderr; under torchrun by rank 0 alone."""
+    """Print one line each on stderr; under torchrun rank 0 alone prints."""
     _say([f"exactrl: warning: {warning}" for warning in warnings])
 
 
 def print_effective_seeds(config: Config) -> None:
-    """Where every random number of the run comes from, one line each, on stderr; under torchrun by rank 0 alone."""
+    """Print where every random number of the run comes from, one line each, on stderr; under torchrun rank 0 alone prints."""
     _say(effective_seeds(config))
 
 
@@ -301,7 +301,7 @@ def what_would_start(config: Config) -> list[str]:
 
 
 def missing_files(config: Config) -> list[Problem]:
-    """Models, data files and functions that the configuration names and that are not there."""
+    """Models, data files and functions that the configuration names but that do not exist."""
     from configs.problems import Problem
     from configs.roles import roles_needed
     from configs.user_code import file_of

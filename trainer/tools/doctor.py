@@ -32,13 +32,13 @@ from configs.schema import Config
 from determinism.selfcheck import BROKEN, KEPT, PROMISED, UNCHECKED, Finding, Report, describe
 
 SHARED_CPUS = 64
-"""CPUs that Ray may count for a run with more ranks than the machine has: they take turns, which moves no bits."""
+"""CPUs that Ray may use for a run with more ranks than the machine has CPUs: the ranks take turns, which moves no bits."""
 GRACE_S = 15.0
 TAIL_CHARACTERS = 1500
 
 
 class RunFailed(RuntimeError):
-    """A run of the doctor did not come to its end; holds the end of its output."""
+    """A run of the doctor did not finish; the message holds the end of its output."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def claimed_config(overrides: Sequence[str], config_dir: Sequence[str] = ()) -> tuple[Config | None, list[Finding]]:
-    """The configuration with full determinism on, or what refuses it.
+    """The configuration with full determinism on, or the findings that refuse it.
 
     Returns:
         (config, []) or (None, findings).
@@ -137,7 +137,7 @@ class Variant:
 
 
 class Doctor:
-    """Starts the runs and judges what they left.
+    """Starts the runs and judges their records.
 
     Args:
         config: with full determinism on.
@@ -169,7 +169,7 @@ class Doctor:
         """The run that all others are compared with; the engines are examined before its first step.
 
         Raises:
-            RunFailed: it did not come to its end.
+            RunFailed: it did not finish.
         """
         found = self.directory / "findings.json"
         self.run("base", self.config, "--examine", str(found))
@@ -239,7 +239,7 @@ class Doctor:
         return [self._judged("D5", "stopped after step 1 and resumed", "resumed", interrupted)]
 
     def not_checked(self, findings: Sequence[Finding]) -> list[Finding]:
-        """A line for every level that nothing was done about."""
+        """One line for every level that was not checked."""
         present = {finding.level for finding in findings}
         why = {
             "D2": ("Ray against torchrun", "exactrl doctor --full starts both"),
@@ -251,7 +251,7 @@ class Doctor:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Versions and settings in force, from the base run's manifest: as read back in its processes."""
+        """Versions and settings in force, from the base run's manifest, as they were read back in its processes."""
         processes = json.loads((self.directory / "base" / "manifest.json").read_text(encoding="utf-8"))["processes"]
         return readable_facts(processes)
 
@@ -281,7 +281,7 @@ class Doctor:
         """One run in a process (or more) of its own; its output goes to `NAME.log`.
 
         Raises:
-            RunFailed: it ended with another code than 0.
+            RunFailed: it ended with a code other than 0.
         """
         from configs.compose import to_yaml
 
@@ -309,7 +309,7 @@ def short_run(config: Config, steps: int) -> Config:
             checkpoint_every=1 if steps > 1 else 0,
             checkpoint_at_end=False,
         ),
-        critic=replace(config.critic, warmup_steps=0),  # the actor's update is to be seen too
+        critic=replace(config.critic, warmup_steps=0),  # so that the actor's update is checked too
         determinism=replace(config.determinism, engine_check=False),
         ledger=replace(config.ledger, record="full"),
         tracking=replace(config.tracking, wandb_mode="disabled", progress=False),
@@ -318,7 +318,7 @@ def short_run(config: Config, steps: int) -> Config:
 
 
 def launcher_of(config: Config) -> str:
-    """`ray` or `torchrun`: what `launcher.name` comes to in runs that the doctor starts."""
+    """`ray` or `torchrun`: the meaning of `launcher.name` in runs that the doctor starts."""
     return "torchrun" if config.launcher.name == "torchrun" else "ray"
 
 
@@ -333,7 +333,7 @@ def command(config: Config) -> list[str]:
 
 
 def readable_facts(processes: dict[str, Any]) -> dict[str, str]:
-    """The part of a manifest's facts that a person looks for first."""
+    """The facts of a manifest that a person looks for first."""
     trainer, rollout = processes.get("trainer/0", {}), processes.get("rollout/0", {})
     facts = {"python": trainer.get("python", "?")}
     facts |= {name: str(version) for name, version in trainer.get("versions", {}).items()}

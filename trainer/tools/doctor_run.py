@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from trainer.ppo import PPO
 
 GAP_SEQUENCES = 16
-"""At least so many sequences for the gap between engine and trainer."""
+"""Least number of sequences for the gap between engine and trainer."""
 GAP_TOKENS = 64
-"""At most so many new tokens of each."""
+"""Most new tokens of each."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run as told; 0 when the run came to its end, 2 when it was refused, 1 when it failed."""
+    """Run as told; 0 when the run finished, 2 when it was refused, 1 when it failed."""
     parser = argparse.ArgumentParser(
         prog="python -m trainer.tools.doctor_run", description=(__doc__ or "").split("\n")[0]
     )
@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine(ppo: PPO) -> list[Finding]:
-    """Weights that are loaded again, batch invariance, and the gap between engine and trainer."""
-    # First, while the engines still have the weights that they read themselves.
+    """Check weights that are loaded again, batch invariance, and the gap between engine and trainer."""
+    # First of all, while the engines still have the weights that they read themselves.
     findings = [_timed(lambda: weights_round_trip(ppo)), _timed(lambda: rollout_batches(ppo))]
     if ppo.config.reward.model.path is not None:
         findings.append(_timed(lambda: reward_batches(ppo)))

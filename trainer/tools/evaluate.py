@@ -1,8 +1,8 @@
 """`exactrl eval`: score a model, or the actor of a training checkpoint, on the validation sources. Starts the engines only.
 
 What is sampled is what validation during training samples (`rollout.validation`, and `rollout.validation_sampled` when it is set),
-with the seeds of the checkpoint's step, or of step 0 for a model. So an evaluation equals the run's validation at that step, or
-the one before its first step, bit for bit under full determinism.
+with the seeds of the checkpoint's step, or of step 0 for a model. So under full determinism an evaluation
+equals the run's validation at that step, or the one before its first step, bit for bit.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _load(
     overrides: list[str], config_dir: list[str], checkpoint: Checkpoint | None, run: Path | None, trust_run: bool
 ) -> Config:
-    """The configuration as on the command line; the run's own when a checkpoint of it is evaluated and no experiment is named."""
+    """The configuration of the command line; the run's own when one of its checkpoints is evaluated and no experiment is named."""
     from configs.compose import from_yaml, load_config
 
     named = any(text.startswith("experiment=") for text in overrides) or bool(overrides and "=" not in overrides[0])
@@ -131,7 +131,7 @@ def _load(
         )
     if config_dir:
         raise UserError(f"--config-dir has no effect on {run / 'config.yaml'}, which is complete; name an experiment")
-    # There is no trainer rank here: the processes that were started are enough, however many the run had.
+    # There is no trainer rank here, so any number of processes is enough, however many ranks the run had.
     ranks = os.environ.get("WORLD_SIZE", "1")
     config = from_yaml(run / "config.yaml", [f"launcher.num_ranks={ranks}", *overrides])
     check_trust(config, run, trust_run, own=from_yaml(run / "config.yaml"))
@@ -164,7 +164,7 @@ def evaluate(config: Config, out: Path, checkpoint: Checkpoint | None = None) ->
 
 
 def _saved_actor(checkpoint: Checkpoint, config: Config) -> ActorWeights:
-    """Adapters are merged as they were trained, whatever else is evaluated with."""
+    """The actor in a checkpoint, its adapters merged with the settings of its run, whatever the settings of this evaluation."""
     from configs.compose import from_yaml
     from trainer.tools.saved_actor import actor_weights, run_of
 
@@ -212,7 +212,7 @@ def _evaluate(ready: Session, checkpoint: Checkpoint | None, actor: ActorWeights
 
 
 def table(metrics: Mapping[str, float]) -> str:
-    """Metrics as lines of text: a block for each pass and source, one name and value a line.
+    """Metrics as lines of text: a block for each pass and source, one name and value per line.
 
     Example:
         >>> print(table({"val/score/mean": 0.5, "val/sums/pass@1": 0.25}))

@@ -83,7 +83,7 @@ def export(
     """Write the actor of a checkpoint into the folder `to`.
 
     Args:
-        step: of the checkpoint; None takes the newest.
+        step: step of the checkpoint; None takes the newest.
         adapter: write a PEFT adapter instead of a whole model.
         base: directory of the model that was trained on; None takes the run's `model.path`.
         trust_run: whether code that the run's configuration names may run.
@@ -123,7 +123,7 @@ def export(
 
 
 def _write_model(folder: Path, checkpoint: Checkpoint, run: Path, config: Config, model: Path) -> str:
-    """A whole model; returns the digest of what was trained."""
+    """Write a whole model; returns the digest of what was trained."""
     from trainer.data.prompts import load_tokenizer
     from trainer.tools.saved_actor import actor_weights
     from workers.models.trainer_worker import write_hf
@@ -141,7 +141,7 @@ def _write_model(folder: Path, checkpoint: Checkpoint, run: Path, config: Config
 
 
 def _write_adapter(folder: Path, checkpoint: Checkpoint, run: Path, config: Config, model: Path) -> str:
-    """A PEFT adapter; returns the digest of what was trained."""
+    """Write a PEFT adapter; returns the digest of what was trained."""
     from peft import LoraConfig as PeftConfig
     from peft import PeftModel
     from safetensors.torch import save_file
@@ -176,7 +176,7 @@ def _write_adapter(folder: Path, checkpoint: Checkpoint, run: Path, config: Conf
 
 
 def _check_ledger(run: Path, checkpoint: Checkpoint, digest: str) -> None:
-    """The weights are those that the run recorded at that step."""
+    """Check that the weights are those that the run recorded at that step."""
     from trainer.claim import check_restored
     from trainer.run_dir import RunDirectory
 
@@ -190,7 +190,7 @@ def _hf_config(model: Path, config: Config) -> Any:
 
 
 def _load_model(folder: Path, config: Config) -> Any:
-    """As a user would load it, in float32."""
+    """Load the folder as a user would, in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -200,7 +200,7 @@ def _load_model(folder: Path, config: Config) -> Any:
 
 
 def _compare(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], folder: Path) -> None:
-    """Refuse a folder from which other weights come back than were written.
+    """Refuse a folder that gives back other weights than were written.
 
     Raises:
         RuntimeError: names the first parameter that differs or is missing.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trainer.checkpoint import Checkpoint
 
 ROWS = 12
-"""Steps of the curve that are shown at most."""
+"""Most steps of the curve that are shown."""
 COLUMNS = {
     "critic/score/mean": "reward",
     "val/score/mean": "validation reward",
@@ -87,7 +87,7 @@ def model_card(run: Path, checkpoint: Checkpoint, config: Config, digest: str, a
 
     Args:
         run: the run directory; its metrics and its manifest are read.
-        digest: of the trained weights.
+        digest: digest of the trained weights.
         adapter: whether the folder holds an adapter and not a whole model.
     """
     from configs.compose import to_yaml
@@ -118,7 +118,7 @@ def model_card(run: Path, checkpoint: Checkpoint, config: Config, digest: str, a
 
 
 def curve(metrics: Path, last: int) -> str:
-    """A table of the run's curve up to step `last`: the first and last step and evenly spaced ones between."""
+    """A table of the run's curve up to step `last`: the first and the last step, and evenly spaced ones between them."""
     from determinism.files import json_lines
 
     rows = [line.record for line in json_lines(metrics) if line.record.get("step", last + 1) <= last]

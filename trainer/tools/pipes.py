@@ -1,4 +1,4 @@
-"""A command whose output nobody reads any more (`exactrl compare A B | head`) ends without a word, like other Unix tools."""
+"""A command whose output nobody reads any more (`exactrl compare A B | head`) ends quietly, like other Unix tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ending_with_the_reader(command: Callable[[], int]) -> int:
         try:
             return command()
         finally:
-            sys.stdout.flush()  # else what is left is written at the interpreter's end, where nobody could catch the error
+            sys.stdout.flush()  # otherwise the rest is written at the interpreter's end, where the error could not be caught
     except BrokenPipeError:
         broken = [stream for stream in (sys.stdout, sys.stderr) if _reader_is_gone(stream)]
         if not broken:

@@ -1,8 +1,8 @@
 """`exactrl replay RUN --step K`: run one step of a run again, exactly, and check every phase against its ledger.
 
 The newest complete checkpoint before K is restored (or the run starts anew), training goes on to K, and each phase's
-digest is compared with the recorded one the moment it is there. The replay writes into a directory of its own
-(`RUN/replays/step_000137`); the run itself is only read. With `--stop-before PHASE` it drops into the debugger in the frame of
+digest is compared with the recorded one as soon as it exists. The replay writes into a directory of its own
+(`RUN/replays/step_000137`); the run itself is only read. With `--stop-before PHASE` it opens the debugger in the frame of
 the step, with the batch at hand.
 """
 
@@ -98,7 +98,7 @@ class StoppingTiming(Timing):
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """As `Timing`; the debugger first when it is the phase."""
+        """As `Timing`, but opens the debugger first when it is the phase to stop before."""
         if self.here and phase == self.stop_before:
             frame = inspect.currentframe()
             while frame is not None and frame.f_code.co_name != "step":
@@ -113,7 +113,7 @@ class StoppingTiming(Timing):
 def debug(frame: FrameType) -> None:
     """Open the debugger in `frame`, with its variables at hand; stepping goes on from there.
 
-    `Pdb.set_trace(frame)` would stop at the next traced event, deep in the frames that called this.
+    `Pdb.set_trace(frame)` would stop at the next traced event, which is deep in the frames of this function's callers.
 
     Raises:
         BdbQuit: the person quit.
@@ -128,7 +128,7 @@ def debug(frame: FrameType) -> None:
     debugger.interaction(frame, None)
     if debugger.quitting:
         raise bdb.BdbQuit
-    if debugger.stoplineno != -1:  # a step or next; `continue` leaves nothing to trace
+    if debugger.stoplineno != -1:  # after `step` or `next`; after `continue` there is nothing to trace
         sys.settrace(debugger.trace_dispatch)
 
 
@@ -157,7 +157,7 @@ def replay(run: Path, step: int, stop_before: str | None = None, trust_run: bool
     check_trust(config, run, trust_run)
     target = run / "replays" / f"step_{step:06d}"
     if os.environ.get("RANK", "0") == "0":
-        RunDirectory(target).check("auto")  # another replay of the step may be at work there
+        RunDirectory(target).check("auto")  # another replay of the step may be running there
         shutil.rmtree(target, ignore_errors=True)
     before = CheckpointStore(run / "checkpoints", 0, 0, run_id(run)).newest_good(step)
     config = replace(

@@ -1,4 +1,4 @@
-"""The actor's weights in a training checkpoint, whole, as training hands them to the engines.
+"""The actor's whole weights from a training checkpoint, as training gives them to the engines.
 
     RUN or RUN/checkpoints/step_000012 --find_checkpoint, verify--> Checkpoint --actor_weights--> tensors by Hugging Face name
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "actor.weights/"
-"""Before a parameter's name in the sharded state (`TrainerWorker.save`)."""
+"""Prefix of a parameter's name in the sharded state (`TrainerWorker.save`)."""
 
 
 @dataclass(frozen=True)
 class ActorWeights:
-    """What a checkpoint knows of the actor."""
+    """The actor in a checkpoint."""
 
     tensors: dict[str, Tensor]
     """Whole weights in float32 on the CPU by Hugging Face name, adapters merged; what `load_weights` of an engine takes."""
     digest: str
-    """Of what was trained: the ledger's `actor_weights` of that step."""
+    """Digest of what was trained: the ledger's `actor_weights` of that step."""
 
 
 def find_checkpoint(path: Path, step: int | None = None, option: str = "--checkpoint ") -> Checkpoint:
@@ -67,7 +67,7 @@ def verify(checkpoint: Checkpoint) -> None:
     """Compare every file with its recorded digest.
 
     Raises:
-        CheckpointError: one is damaged, or they are another run's; names it, and the next older intact checkpoint.
+        CheckpointError: a file is damaged, or they are from another run; the message names the file, and the next older intact checkpoint.
     """
     run = run_of(checkpoint)
     store = CheckpointStore(checkpoint.path.parent, 0, 0, run_id(run) if run else "")
@@ -84,7 +84,7 @@ def actor_weights(checkpoint: Checkpoint, model_path: str | Path, lora: LoraConf
     """Read the actor's weights and put its shards together.
 
     Args:
-        model_path: directory of the model that was trained; says which parameters there must be, and is the base of adapters.
+        model_path: directory of the model that was trained; it says which parameters there must be, and is the base of adapters.
         lora: settings under which the actor's adapters were trained, when it has some.
 
     Raises:
@@ -112,7 +112,7 @@ def actor_weights(checkpoint: Checkpoint, model_path: str | Path, lora: LoraConf
 
 
 def trained_tensors(checkpoint: Checkpoint, model_path: str | Path) -> dict[str, Tensor]:
-    """What was trained of the actor as it is stored: whole weights, or adapters alone.
+    """The trained parameters of the actor as they are stored: whole weights, or adapters alone.
 
     Raises:
         CheckpointError: it can't be read, or holds adapters of a model with other contents than `model_path`.
@@ -135,7 +135,7 @@ def _own(path: Path, step: int | None, option: str) -> Checkpoint:
 
 
 def _why_not(path: Path) -> str:
-    """What `path` is instead of a run or a checkpoint."""
+    """Says what `path` is, when it is neither a run nor a checkpoint."""
     if not path.exists():
         return "there is no such directory"
     if (path / WORKERS).is_dir():
@@ -148,12 +148,12 @@ def _why_not(path: Path) -> str:
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """What was trained of the actor, by parameter name, whole."""
+    """The trained parameters of the actor by name, whole."""
     from workers.models.shards import ShardsError, read_tensors
 
     # Not collective: under torchrun every rank reads the whole, since each feeds its own engines.
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")  # a single process is what is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # a single process is intended
         try:
             stored = read_tensors(checkpoint.workers, PREFIX)
         except ShardsError as error:

@@ -33,7 +33,7 @@ def check_trust(config: Config, run: Path, trusted: bool, own: Config | None = N
         config: what is about to be used.
         run: the run directory, for the message.
         trusted: whether `--trust-run` was given.
-        own: what stands in the run's `config.yaml`, when `config` has values of this command over it; null means `config`.
+        own: the contents of the run's `config.yaml`, when `config` has values of this command over it; None means `config`.
 
     Raises:
         UserError: names each setting, and the way out.
@@ -49,7 +49,7 @@ def check_trust(config: Config, run: Path, trusted: bool, own: Config | None = N
 
 
 def code_named_by(config: Config) -> list[str]:
-    """A line for each setting that makes code outside of this program run."""
+    """One line for each setting that lets code from outside this program run."""
     advantage, loss = config.algorithm.advantage.name, config.algorithm.policy_loss.name
     references = [("algorithm.advantage.name", advantage), ("algorithm.policy_loss.name", loss)]
     for i, function in enumerate(config.reward.functions):
@@ -61,6 +61,6 @@ def code_named_by(config: Config) -> list[str]:
         ("rollout.engine_args", config.rollout.engine_args),
         ("reward.model.engine_args", config.reward.model.engine_args),
     ):
-        if arguments:  # vLLM imports classes that some of its arguments name
+        if arguments:  # vLLM imports classes that are named in some of its arguments
             lines.append(f"{key}={arguments}")
     return lines
