@@ -14,8 +14,9 @@ It may have further parameters of its own, which `params` of the config fill. It
     def shorter_is_better(response, limit=100):
         return 1.0 if len(response) <= limit else 0.0
 
-With the plural names (`prompts`, `responses`, `responses_with_special_tokens`, `answers`, `extras`, `conversations`) it gets the
-samples of the whole step as lists, in canonical order, in one call, and returns a list of numbers, one per sample. `async def` functions are awaited, several at a time.
+With the plural names (`prompts`, `responses`, `responses_with_special_tokens`, `answers`, `extras`, `conversations`) it gets the samples of
+the whole step as lists, in canonical order, in one call, and returns a list of numbers, one per sample. `async def` functions are awaited,
+several at a time.
 
 Functions run in processes of their own (`reward/pool.py`). This file is imported there: keep it light.
 """
