@@ -131,7 +131,9 @@ class NodeHost:
         global _server_env
         with _starting:
             if _server_env is None:
-                forkserver.set_forkserver_preload([server_setup.__name__, *self._preload])
+                forkserver.set_forkserver_preload(
+                    [server_setup.__name__, *self._preload, "workers.launch.server_check"]
+                )
                 told = {"env": self._env, "path": sys.path, "log": str(self._log_dir.absolute() / "imports.log")}
                 with self._inheriting({server_setup.NAME: json.dumps(told)}):
                     forkserver.ensure_running()
