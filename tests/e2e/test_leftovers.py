@@ -55,7 +55,7 @@ def temporary(tmp_path_factory) -> Path:
     subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("launcher", ["ray", "torchrun"])
+@pytest.mark.parametrize("launcher", ["ray", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_nothing_is_left_of_a_run_whose_first_process_was_killed(tmp_path, temporary, launcher):
     process, everyone = started(tmp_path / "run", temporary, launcher)
     process.send_signal(signal.SIGKILL)
@@ -64,6 +64,7 @@ def test_nothing_is_left_of_a_run_whose_first_process_was_killed(tmp_path, tempo
     wait_for(lambda: not list(temporary.glob("exactrl-ray-*")), "Ray's folder is still there", 60)
 
 
+@pytest.mark.long  # Ray's own end takes its time without its head
 def test_a_run_ends_in_order_although_the_head_of_its_ray_is_gone(tmp_path, temporary):
     """It needs Ray for its places only. (Disconnecting from a Ray without a head would wait for ever.)"""
     overrides = ("trainer.total_steps=6",)

@@ -141,6 +141,7 @@ def test_ranks_and_engines_on_both_and_the_bits_of_one(reference, machines, star
         assert_left(machine, own)
 
 
+@pytest.mark.parametrize("start", ["ray", pytest.param("torchrun", marks=pytest.mark.long)], indirect=True)
 def test_a_killed_machine_is_named_and_nothing_of_the_run_is_left(machines, start, tmp_path):
     before = pids(machines[0])
     run = tmp_path / "run"
@@ -153,6 +154,7 @@ def test_a_killed_machine_is_named_and_nothing_of_the_run_is_left(machines, star
     assert_left(machines[1], set())
 
 
+@pytest.mark.parametrize("start", [pytest.param("ray", marks=pytest.mark.long), "torchrun"], indirect=True)
 def test_a_stopped_worker_of_the_other_machine_is_named_after_its_silence(machines, start, tmp_path):
     before = [pids(machine) for machine in machines]
     run = tmp_path / "run"
