@@ -132,7 +132,7 @@ class RunsEngines:
         )  # clears the prefix caches, as before each step of a run
         self.rollout.engines.wait_for_weights()
         start = time.perf_counter()
-        episodes = self.rollout.generate(work.prompts, work.sampling, **work.asked)
+        episodes = self.rollout.start(work.prompts, work.sampling, **work.asked).result()
         seconds = time.perf_counter() - start
         return Round(sum(len(episode.response_ids) for episode in episodes), seconds)
 

@@ -183,27 +183,3 @@ class Rollout:
             return episode
 
         return Generating(requests, self.engines.submit(requests), finish, self._aside)
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        *,
-        n: int,
-        split: str,
-        step: int,
-        shared_seed: int | None = None,
-        first_index: int = 0,
-        on_finished: OnFinished | None = None,
-    ) -> list[Episode]:
-        """`start`, and wait: len(prompts) * n episodes in canonical order, whichever replica served them and whenever they finished."""
-        return self.start(
-            prompts,
-            sampling,
-            n=n,
-            split=split,
-            step=step,
-            shared_seed=shared_seed,
-            first_index=first_index,
-            on_finished=on_finished,
-        ).result()

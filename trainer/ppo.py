@@ -254,7 +254,7 @@ class PPO:
             return None
         with self.timing("gen_greedy"):
             sampling = replace(self.sampling, temperature=0.0)
-            episodes = self.parts.rollout.generate(prompts, sampling, n=1, split="greedy", step=step)
+            episodes = self.parts.rollout.start(prompts, sampling, n=1, split="greedy", step=step).result()
             scores = self.parts.reward.evaluate(episodes)
             self.parts.ledger.add("rewards/greedy", [score.total for score in scores])
         return shape_scores(

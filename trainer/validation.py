@@ -63,7 +63,7 @@ class Validation:
         for split, settings in self.passes.items():
             sampling = sampling_from_config(settings, self.eos_ids)
             pending = self.reward.begin()
-            episodes = self.rollout.generate(
+            episodes = self.rollout.start(
                 self.prompts,
                 sampling,
                 n=settings.n,
@@ -71,7 +71,7 @@ class Validation:
                 step=step,
                 shared_seed=settings.seed,
                 on_finished=pending.add,
-            )
+            ).result()
             scores = self.reward.evaluate(episodes, pending)
             result.episodes += episodes
             result.scores += scores

@@ -141,9 +141,9 @@ def train_infer_gap(ppo: PPO) -> Finding:
     whole = replace(
         sampling, max_new_tokens=min(sampling.max_new_tokens, GAP_TOKENS), ignore_eos=True, stop_token_ids=(), stop=()
     )
-    episodes = ppo.parts.rollout.generate(
+    episodes = ppo.parts.rollout.start(
         [prompts[i % len(prompts)] for i in range(count)], whole, n=1, split=DOMAIN, step=0
-    )
+    ).result()
     experience = Experience.from_episodes(episodes, [Score(0.0, {})] * count, ppo.parts.pad_id)
     plan = ppo.plan("actor", experience, 0)
     logprobs, _ = ppo.parts.models.logprobs("actor", experience.tokens, plan)
