@@ -50,7 +50,11 @@ def loop(tmp_path: Path, estimator: str, save_episodes: bool = False, rewards=No
         ledger=Ledger(tmp_path, "off"),
         record=Record(run, SimpleNamespace(), save_episodes, 0),
         kl=controller(config.algorithm.kl),
-        rollout=SimpleNamespace(generate=lambda prompts, *_, **__: [episode(t, 0, 2) for t in range(len(prompts))]),
+        rollout=SimpleNamespace(
+            start=lambda prompts, *_, **__: SimpleNamespace(
+                result=lambda: [episode(t, 0, 2) for t in range(len(prompts))]
+            )
+        ),
         reward=SimpleNamespace(evaluate=lambda episodes: rewards),
     )
     return PPO(config, parts, total_steps=9)  # type: ignore[arg-type]
