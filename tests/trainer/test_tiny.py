@@ -241,7 +241,8 @@ def test_teacher_forced_accuracy_is_the_accuracy_of_greedy_generation(micro):
 @pytest.mark.slow
 def test_the_tiny_models_start_mediocre_and_their_reward_model_knows_better():
     figures = json.loads((tiny.resolve("tiny:policy").parent / "build.json").read_text())
-    assert 0.2 <= figures["policy_greedy_accuracy"] <= 0.6
+    # The builder's bits are the processor's: 0.555 with AVX-512, 0.633 with AVX2.
+    assert 0.2 <= figures["policy_greedy_accuracy"] <= 0.7
     assert figures["reward_pair_accuracy"] > 0.8
 
 
