@@ -57,7 +57,12 @@ def main() -> None:
         with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the trainer closed the pool
             _Worker(fd).serve()
         os._exit(0)  # at once: threads that a function left behind must not keep the process
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(worker, signal.SIGKILL))
+
+    def end_worker(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+            os.kill(worker, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end_worker)
     os.close(fd)
     os.close(writing)
     copier = threading.Thread(target=_copy, args=(reading, 1), daemon=True)
