@@ -271,6 +271,46 @@ class SamplingConfig:
 
 
 @dataclass
+class TurnsConfig:
+    """Episodes of several turns: `rollout.environment` or `rollout.agent` (docs/agents.md)."""
+
+    params: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment's class, or of the agent's function."""
+    max_turns: PositiveInt = 8
+    """Most answers of the policy along one path of an episode."""
+    max_tokens: PositiveInt | None = None
+    """Most tokens after the first prompt along one path, sampled and added ones together; null for what the engines' context holds. A turn has at most `rollout.sampling.max_new_tokens`."""
+    max_requests: PositiveInt = 256
+    """Most requests of one episode, on all paths together."""
+    timeout_s: PositiveFloat = 600.0
+    """Longest episode in seconds. One that takes longer has failed (`reward.on_error`); under full determinism it ends the run, because a time limit is no function of the inputs."""
+    tool_parser: str | None = None
+    """Reads tool calls out of an answer: a name of vLLM's parsers (`hermes`, `llama3_json`, ...), or `file.py:Class` of your own; null reads none."""
+    reasoning_parser: str | None = None
+    """Splits an answer into reasoning and content: a name of vLLM's reasoning parsers, or null."""
+    discount: Share | None = None
+    """A turn's reward also gets this share of the mean reward of the turns that continue it, along the tree; null leaves every reward at its turn."""
+    rows: Literal["paths", "turns"] = "paths"
+    """`paths`: one training row for each path through the turns; a turn that paths share is trained in the first. `turns`: one row for each turn."""
+    audit_episodes: NonNegativeInt = 0
+    """Episodes of each step that are run twice and compared: what differs under equal seeds is not a function of its inputs (a clock, a network). Under full determinism a difference ends the run."""
+
+
+@dataclass
+class ProxyConfig:
+    """The OpenAI-compatible address that agents speak to."""
+
+    processes: PositiveInt = 1
+    """Processes; each serves its own share of the episodes, on a port of its own. Environments run in them too."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Other machines reach only what is not loopback, which needs `admin_key_env`."""
+    port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 0
+    """Port of the first process (the next ones follow); 0 takes free ones."""
+    admin_key_env: str | None = None
+    """Environment variable with the key for starting and ending episodes by HTTP (`rollout.agent=remote`)."""
+
+
+@dataclass
 class RolloutConfig:
     """The rollout engines (vLLM)."""
 
@@ -312,6 +352,14 @@ class RolloutConfig:
     """Give each request a seed of its own, derived from its logical identity, without the rest of full determinism (which includes this). False draws from the engines' own streams, seeded by the system: nothing repeats, and on GPUs sampling is faster. True promises equal seeds and canonical order, not equal bits: kernels may still give other results in another batch."""
     serialize_group_samples: Bool = False
     """Keep a group's members on one replica and submit them one after the other in member order; false spreads them over the replicas. True promises only this order of submission: the members may run at the same time, and bits may differ."""
+    environment: str | None = None
+    """What the policy acts in, turn after turn: `tools`, `reasoning_gym`, `gymnasium`, or `my_env.py:Name` of your own; null for single responses."""
+    agent: str | None = None
+    """A program that calls the policy through an OpenAI-compatible address: `my_agent.py:run` (an async function), `program:COMMAND` (started for each sample), or `remote` (runs elsewhere and asks for episodes); null for none."""
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
+    """Limits and rules of episodes with several turns."""
+    proxy: ProxyConfig = field(default_factory=ProxyConfig)
+    """The address for agents."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine; a key that a setting above owns is refused."""
     start_timeout_s: PositiveFloat = 300.0

@@ -97,8 +97,52 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One answer of the policy in an episode of several turns. An episode's turns make a tree; they are in canonical order."""
+
+    parent: int | None
+    """Position, in `Episode.turns`, of the turn that this one continues; None for the first turn of a path."""
+    prompt_ids: tuple[int, ...]
+    """Everything that the model saw."""
+    token_ids: tuple[int, ...]
+    """What it sampled."""
+    logprobs: tuple[float, ...]
+    """As in `Generation`; same length as `token_ids`."""
+    finish_reason: str
+    """`stop` or `length`."""
+    seed: int | None
+    """The request's seed."""
+    weight_version: int = 0
+    """As in `Generation`."""
+    reward: float = 0.0
+    """What an agent or environment gave for this turn alone."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence to train on: a path through an episode's turns, from a first turn to a last one."""
+
+    prompt_ids: tuple[int, ...]
+    """Tokens before the first sampled one."""
+    response_ids: tuple[int, ...]
+    """Every token after them, those of tools and users between the turns too."""
+    mask: tuple[bool, ...]
+    """True where the policy sampled the token and this is the row that trains it; same length as `response_ids`."""
+    logprobs: tuple[float, ...]
+    """Rollout log-probabilities, 0.0 where the mask is False."""
+    turn_ends: tuple[tuple[int, int], ...] = ()
+    """(turn, position in `response_ids` of its last sampled token) for each turn that this row trains, in order."""
+    truncated: bool = False
+    """Whether a cap ended the last turn."""
+
+
+@dataclass(frozen=True)
 class Episode:
-    """One sample of one prompt, complete: what is scored and trained on."""
+    """One sample of one prompt, complete: what is scored and trained on.
+
+    An episode of a single turn is one row. One of several turns has `turns` and one row for each path through them; the fields from
+    `response_ids` to `logprobs` are then those of the first row.
+    """
 
     key: SampleKey
     """Canonical identity (the last turn's)."""
@@ -117,12 +161,48 @@ class Episode:
     text: str
     """Decoded response without special tokens."""
     weight_version: int = 0
-    """Version of the weights that sampled it."""
+    """Version of the weights that sampled it (the oldest, where turns differ)."""
+    turns: tuple[Turn, ...] = ()
+    """The turns of an agent's or environment's episode; empty for a plain response."""
+    paths: tuple[Row, ...] = ()
+    """Its rows, where there are turns; see `rows`."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """With turns: the conversation after the prompt's messages, along the path of the last turn, tool calls and results included."""
+    reward: float | None = None
+    """What the agent or environment gave in all (the sum over `turns`); None when it gives none."""
+    failure: str | None = None
+    """Why the agent or environment failed on this sample; what becomes of it is `reward.on_error`'s choice."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """What was counted, by metric name (`rollout/forked_turns`)."""
 
     @property
     def truncated(self) -> bool:
         """Whether the cap ended it: from the engine's finish reason, never from a padded width."""
         return self.finish_reason == "length"
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The sequences to train on, at least one (a failed episode may have one without a trained token)."""
+        if self.paths:
+            return self.paths
+        prompt = self.prompt.token_ids
+        return (Row(prompt, self.response_ids, self.response_mask, self.logprobs, truncated=self.truncated),)
+
+    @property
+    def conversation(self) -> tuple[Mapping[str, Any], ...]:
+        """The whole conversation: the prompt's messages and what followed."""
+        return (*self.prompt.messages, *(self.messages or ({"role": "assistant", "content": self.text},)))
+
+
+class PlacedReward(NamedTuple):
+    """A part of a reward, at a token."""
+
+    row: int
+    """Position in `Episode.rows`."""
+    position: int
+    """Position in `Row.response_ids`."""
+    value: float
+    """The reward, weights applied."""
 
 
 @dataclass(frozen=True)
@@ -137,3 +217,5 @@ class Score:
     """The sample takes no part in group statistics, loss or metrics (reward.on_error=drop)."""
     error: str | None = None
     """What failed, with the source's name; None when nothing did."""
+    placed: tuple[PlacedReward, ...] = ()
+    """Where the total lies, if not all of it is on the last trained token of the first row; these then add up to `total`."""
