@@ -75,6 +75,37 @@ def request_seed(
     return derive_seed(run_seed, "request", split, step, prompt_id, sample, turn, request_index)
 
 
+def turn_seed(
+    *,
+    run_seed: int,
+    split: str,
+    step: int,
+    prompt_id: str,
+    sample: int,
+    request_index: int,
+    lineage: str,
+    content: str,
+    ordinal: int,
+) -> int:
+    """The seed of one request within an episode of several turns: an int in [0, 2**63).
+
+    The order in which an agent's requests arrive has no part in it: a request is known by what it continues and what it says.
+
+    Args:
+        run_seed, split, step, prompt_id, sample: as in `request_seed`.
+        request_index: of the episode, among those of the step.
+        lineage: digest of the turns that the request continues.
+        content: digest of the request itself: its messages, tools and parameters.
+        ordinal: place among the episode's requests that share everything above. A request with a seed of its own takes one too.
+    """
+    return derive_seed(run_seed, "turn", split, step, prompt_id, sample, request_index, lineage, content, ordinal)
+
+
+def environment_seed(*, run_seed: int, split: str, step: int, prompt_id: str) -> int:
+    """The seed of an environment: an int in [0, 2**63), the same for all samples of a prompt, so that a group's members start alike."""
+    return derive_seed(run_seed, "environment", split, step, prompt_id)
+
+
 def torch_generator(seed: int) -> torch.Generator:
     """A CPU generator of its own, seeded; torch's global generator is neither read nor moved.
 

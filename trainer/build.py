@@ -136,7 +136,7 @@ def start_engines(config: Config, launcher: Launcher, run: RunDirectory, inputs:
         tokenizer=reward_tokenizer(config),
         log_dir=run.logs,
         model_context=config.reward.model.max_model_len or inputs.context,
-        decode_all=inputs.train.codec.decode_prompt,
+        decode_all=inputs.train.codec.decode_all,
     )
     stack.callback(reward.close)
     rollout = Rollout(

@@ -5,6 +5,7 @@ Also the way back: `PromptCodec.decode` turns sampled ids into the text that rew
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,19 @@ def load_tokenizer(path: str, chat_template: str | None = None, trust_remote_cod
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8") if is_file else chat_template
     require_eos(tokenizer)
     return tokenizer
+
+
+def template_tree(tokenizer: Any) -> Any:
+    """The syntax tree of the tokenizer's chat template (`jinja2.nodes.Template`).
+
+    Raises:
+        jinja2.TemplateError: it is not valid Jinja.
+    """
+    # The environment in which transformers renders: it adds tags and functions to Jinja's own.
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    template = tokenizer.get_chat_template()
+    return _compile_jinja_template(template).environment.parse(template)
 
 
 def require_eos(tokenizer: Any) -> int:
@@ -123,9 +137,52 @@ class PromptCodec:
         """Text of a response without special tokens; spaces stay as sampled."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def decode_prompt(self, token_ids: Sequence[int]) -> str:
+    def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special tokens included."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def render_conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """A conversation as text, up to where the assistant speaks next. No system prompt is added: the first messages came from `render`.
+
+        Args:
+            tools: function tools in OpenAI's form.
+
+        Raises:
+            PromptError: the template refuses it, or tools are given and it has no place for them.
+        """
+        if tools and not self.takes_tools:
+            raise PromptError(
+                f"the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} has no place for tools, and "
+                f"{len(tools)} are given; set model.chat_template to one that shows them"
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except Exception as error:  # as in `_text`
+            raise PromptError(f"the chat template failed: {type(error).__name__}: {error}") from error
+
+    def encode_conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[int, ...]:
+        """`render_conversation` as tokens, with exactly one BOS when the tokenizer has one; raises the same errors."""
+        return self._one_bos(self.encode_text(self.render_conversation(messages, tools)))
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Tokens of a piece of rendered text; special tokens written in it are found, and none is added."""
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @functools.cached_property
+    def takes_tools(self) -> bool:
+        """Whether the chat template writes the tools that it is given."""
+        from jinja2 import nodes
+
+        return any(node.name == "tools" for node in template_tree(self.tokenizer).find_all(nodes.Name))
 
     def _messages(self, name: str, prompt: str | Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(dict(m) for m in prompt)
@@ -231,7 +288,7 @@ def _truncate(prompt: Prompt, max_tokens: int, policy: str, codec: PromptCodec) 
         ids = (ids[0], *ids[len(ids) - max_tokens + 1 :])
     else:
         ids = ids[-max_tokens:]
-    return Prompt(prompt.id, prompt.source, ids, codec.decode_prompt(ids), prompt.messages, prompt.answer, prompt.extra)
+    return Prompt(prompt.id, prompt.source, ids, codec.decode_all(ids), prompt.messages, prompt.answer, prompt.extra)
 
 
 def max_prompt_length(prompts: Sequence[Prompt]) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from configs.problems import UserError
 from configs.schema import Config
-from trainer.data.prompts import PromptError, load_tokenizer
+from trainer.data.prompts import PromptError, load_tokenizer, template_tree
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,9 @@ def asks_for_date(tokenizer: Any) -> bool:
     import jinja2
     from jinja2 import nodes
 
-    # The environment in which transformers renders: it adds tags and functions to Jinja's own.
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
     where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
-    template = tokenizer.get_chat_template()
     try:
-        tree = _compile_jinja_template(template).environment.parse(template)
+        tree = template_tree(tokenizer)
     except jinja2.TemplateError as error:
         raise PromptError(f"{where} can't be read: {type(error).__name__}: {error}") from error
     names = {node.name for node in tree.find_all(nodes.Name)}
