@@ -61,7 +61,15 @@ def rollout_context(config: Config) -> int:
     """Tokens of the rollout engines' context: `rollout.max_model_len`, or the longest prompt and response that may occur."""
     if config.rollout.max_model_len is not None:
         return config.rollout.max_model_len
-    return config.data.max_prompt_tokens + max(sampling.max_new_tokens for _, sampling in samplings(config))
+    longest = max(sampling.max_new_tokens for _, sampling in samplings(config))
+    return config.data.max_prompt_tokens + (
+        (config.rollout.turns.max_tokens if several_turns(config) else None) or longest
+    )
+
+
+def several_turns(config: Config) -> bool:
+    """Whether an environment or an agent plays the episodes."""
+    return config.rollout.environment is not None or config.rollout.agent is not None
 
 
 def _functions(config: Config) -> Iterator[Problem]:
@@ -131,6 +139,12 @@ def _context(config: Config) -> Iterator[Problem]:
                 f"data.max_prompt_tokens {prompt} + {sampling.max_new_tokens} new tokens exceed rollout.max_model_len {context}",
                 f"set rollout.max_model_len to at least {prompt + sampling.max_new_tokens}, or null",
             )
+    if several_turns(config) and context is None and config.rollout.turns.max_tokens is None:
+        yield Problem(
+            "rollout.turns.max_tokens",
+            "is null, and so is rollout.max_model_len: nothing says how long an episode of several turns may be",
+            "set one of them",
+        )
 
 
 # --- data and sampling ---------------------------------------------------------------------------------------------

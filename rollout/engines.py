@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollout.routing import assign
+from rollout.routing import assign, replica_of
 from rollout.types import Generation, GenerationRequest
 from workers.launch.group import WorkerGroup
 from workers.launch.service import COUNTS
@@ -97,6 +97,11 @@ class RolloutEngines:
             found = self.group.submit(replica, share)
             futures.update(zip((request.key for request in share), found, strict=True))
         return [futures[request.key] for request in requests]
+
+    def ask(self, request: GenerationRequest) -> Future[Generation]:
+        """Ask for one turn of an episode. The requests of an episode go to one replica, which then has their common beginning in its cache."""
+        (future,) = self.group.submit(replica_of(request.key, self.group.size, self._keep_groups), [request])
+        return future
 
     def ask_each(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
         """Give the same requests to every replica, and wait; one list per replica, in the order of `requests`."""

@@ -1,15 +1,19 @@
 """From prompts to episodes: derive seeds, ask the engines, put what they sampled into canonical order.
 
 prompts --requests_for--> requests --RolloutEngines--> futures --as they finish--> episodes --Generating.result--> canonical order
+        --sessions-->     SessionSpec --SessionHosts-->     (environments and agents: several turns)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 from determinism.seeds import request_seed
 from rollout.engines import RolloutEngines
+from rollout.turns.rollouts import SessionHosts, episode_of
+from rollout.turns.session import SessionSpec
 from rollout.types import Episode, Generation, GenerationRequest, Prompt, SampleKey, Sampling
 
 Decode = Callable[[Sequence[int]], str]
@@ -87,32 +91,37 @@ def episode_from(prompt: Prompt, request: GenerationRequest, generation: Generat
     )
 
 
+Asked = TypeVar("Asked")
+Found = TypeVar("Found")
+
+
 class Generating:
     """Episodes that are being sampled by the engines while this process goes on.
 
     Args:
-        futures: one per request, in canonical order.
-        finish: makes an episode of a request and its generation; called for each as it finishes, in the thread of `aside`.
+        asked: what each episode was asked for with (`GenerationRequest`, `SessionSpec`), in canonical order.
+        futures: one for each.
+        finish: makes an episode of what was asked and what came; called for each as it finishes, in the thread of `aside`.
     """
 
     def __init__(
         self,
-        requests: Sequence[GenerationRequest],
-        futures: Sequence[Future[Generation]],
-        finish: Callable[[GenerationRequest, Generation], Episode],
+        asked: Sequence[Asked],
+        futures: Sequence[Future[Found]],
+        finish: Callable[[Asked, Found], Episode],
         aside: ThreadPoolExecutor,
     ) -> None:
-        self._episodes: list[Future[Episode]] = [Future() for _ in requests]
+        self._episodes: list[Future[Episode]] = [Future() for _ in asked]
 
-        def work(episode: Future[Episode], request: GenerationRequest, generation: Future[Generation]) -> None:
+        def work(episode: Future[Episode], request: Asked, found: Future[Found]) -> None:
             try:
-                episode.set_result(finish(request, generation.result()))
+                episode.set_result(finish(request, found.result()))
             except BaseException as error:
                 episode.set_exception(error)
 
-        for episode, request, generation in zip(self._episodes, requests, futures, strict=True):
+        for episode, request, future in zip(self._episodes, asked, futures, strict=True):
             # A callback runs in the thread that listens to all workers, so it only passes the work on.
-            generation.add_done_callback(
+            future.add_done_callback(
                 lambda done, episode=episode, request=request: aside.submit(work, episode, request, done)  # type: ignore[misc]
             )
 
@@ -137,10 +146,20 @@ class Rollout:
         decode: sampled ids to text without special tokens.
         run_seed: `rollout.seed`.
         derive_seeds: see `rollout.sampling.seeds_are_derived`.
+        hosts: what plays episodes of several turns; None for plain responses.
     """
 
-    def __init__(self, engines: RolloutEngines, decode: Decode, run_seed: int, *, derive_seeds: bool = True) -> None:
+    def __init__(
+        self,
+        engines: RolloutEngines,
+        decode: Decode,
+        run_seed: int,
+        *,
+        derive_seeds: bool = True,
+        hosts: SessionHosts | None = None,
+    ) -> None:
         self.engines = engines
+        self.hosts = hosts
         self.decode = decode
         self.run_seed = run_seed
         self.derive_seeds = derive_seeds
@@ -164,6 +183,17 @@ class Rollout:
             on_finished: called with each episode as it finishes, in a thread of its own, while the engines go on with the others. What it
                 raises is raised by `Generating.result`.
         """
+
+        def finished(episode: Episode) -> Episode:
+            if on_finished is not None:
+                on_finished(episode)
+            return episode
+
+        if self.hosts is not None:
+            specs = self._sessions_for(prompts, sampling, n, split, step, shared_seed, first_index)
+            return Generating(
+                specs, self.hosts.start(specs), lambda spec, result: finished(episode_of(spec, result)), self._aside
+            )
         requests = requests_for(
             prompts,
             sampling,
@@ -177,9 +207,33 @@ class Rollout:
         )
 
         def finish(request: GenerationRequest, generation: Generation) -> Episode:
-            episode = episode_from(prompts[request.key.task], request, generation, self.decode)
-            if on_finished is not None:
-                on_finished(episode)
-            return episode
+            return finished(episode_from(prompts[request.key.task], request, generation, self.decode))
 
         return Generating(requests, self.engines.submit(requests), finish, self._aside)
+
+    def _sessions_for(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        n: int,
+        split: str,
+        step: int,
+        shared_seed: int | None,
+        first_index: int,
+    ) -> list[SessionSpec]:
+        """One session for each sample, in canonical order; seeds are derived in it, one for each request."""
+        return [
+            SessionSpec(
+                key=SampleKey(task, sample),
+                request_index=first_index + task * n + sample,
+                prompt=prompt,
+                split=split,
+                step=step,
+                sampling=sampling,
+                run_seed=self.run_seed,
+                shared_seed=shared_seed,
+                derive_seeds=self.derive_seeds,
+            )
+            for task, prompt in enumerate(prompts)
+            for sample in range(n)
+        ]

@@ -49,6 +49,12 @@ def assign(
     return [sorted(share, key=lambda request: request.key) for share in dealt]
 
 
+def replica_of(key: SampleKey, replicas: int, keep_groups: bool = False) -> int:
+    """The replica for all turns of a sample; with `keep_groups` for all samples of a prompt."""
+    whole = SampleKey(key.task, 0 if keep_groups else key.sample)
+    return int.from_bytes(_digest(whole), "little") % replicas
+
+
 def _digest(key: SampleKey) -> bytes:
     text = f"exactrl/placement/v1/{key.task}/{key.sample}/{key.turn}"
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

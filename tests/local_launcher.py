@@ -27,7 +27,7 @@ class LocalLauncher(Launcher):
         super().__init__(Switchboard(silence_s))
         self.board = self._board
         self.logs = log_dir
-        self.host = NodeHost(log_dir, "cpu", env, preload)
+        self.host = self._here = NodeHost(log_dir, "cpu", env, preload)
 
     def trainer_group(self, factory: WorkerFactory, num_ranks: int) -> WorkerGroup:
         raise NotImplementedError("ranks need a launcher that lets them meet")

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from configs.checks import several_turns
 from configs.compose import to_dict
 from configs.roles import roles_needed
 from configs.schema import Config
@@ -22,13 +23,14 @@ from reward.manager import RewardManager
 from rollout.engines import RolloutEngines, engine_class
 from rollout.episodes import Rollout
 from rollout.sampling import seeds_are_derived
+from rollout.turns.rollouts import SessionHosts
 from trainer.algorithms.kl import controller
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.claim import check_restored, commit
 from trainer.data.sampler import PromptSampler
 from trainer.engine_check import EngineCheck, check_engines
 from trainer.input_digests import input_digests
-from trainer.inputs import Inputs, reward_tokenizer
+from trainer.inputs import Inputs, policy_codec, reward_tokenizer
 from trainer.judge import Judge
 from trainer.ppo import PPO, Parts
 from trainer.record import Record
@@ -118,6 +120,8 @@ class Engines:
             WorkerError: an engine did not start.
             EngineCheckError: an engine's answer depends on which other requests it has.
         """
+        if self.rollout.hosts is not None:
+            self.rollout.hosts.open()
         if config.full_determinism and config.determinism.engine_check:
             return check_engines(config, self.groups["rollout"], self.groups.get("reward"), inputs.context)
         return None
@@ -139,13 +143,41 @@ def start_engines(config: Config, launcher: Launcher, run: RunDirectory, inputs:
         decode_all=inputs.train.codec.decode_all,
     )
     stack.callback(reward.close)
+    rollout_engines = RolloutEngines(rollout_group, keep_groups=config.rollout.serialize_group_samples)
+    hosts = None
+    if several_turns(config):
+        groups["sessions"] = session_group(config, launcher, inputs)
+        hosts = SessionHosts(
+            groups["sessions"],
+            rollout_engines,
+            audit=config.rollout.turns.audit_episodes,
+            full_determinism=config.full_determinism,
+        )
     rollout = Rollout(
-        RolloutEngines(rollout_group, keep_groups=config.rollout.serialize_group_samples),
+        rollout_engines,
         inputs.train.codec.decode,
         config.rollout.seed,
         derive_seeds=seeds_are_derived(config.rollout),
+        hosts=hosts,
     )
     return Engines(rollout, reward, groups)
+
+
+def session_group(config: Config, launcher: Launcher, inputs: Inputs) -> WorkerGroup:
+    """The processes that play episodes of several turns."""
+    from rollout.turns.host import SessionHost
+    from rollout.turns.players import make_runner
+
+    host = functools.partial(
+        SessionHost,
+        config=config.rollout,
+        context=inputs.context,
+        make_codec=functools.partial(policy_codec, config),
+        make_runner=make_runner,
+    )
+    return launcher.local_group(
+        "sessions", host, config.rollout.proxy.processes, start_timeout_s=config.rollout.start_timeout_s
+    )
 
 
 def validation_of(config: Config, engines: Engines, inputs: Inputs) -> Validation:

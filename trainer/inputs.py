@@ -13,7 +13,7 @@ from configs.schema import Config
 from reward.answers import check_answers
 from reward.model import check_plain_text, check_reward_model
 from rollout.sampling import find_eos_token_ids
-from trainer.data.prompts import load_tokenizer
+from trainer.data.prompts import PromptCodec, load_tokenizer
 from trainer.data.sampler import PromptData
 from trainer.data.templates import fix_date
 from trainer.tiny import resolve
@@ -101,6 +101,17 @@ def load_inputs(config: Config, training: bool = True) -> Inputs:
         )
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
+
+
+def policy_codec(config: Config) -> PromptCodec:
+    """The policy's tokenizer and chat template, loaded anew: for processes that write prompts themselves."""
+    model = config.model
+    tokenizer = load_tokenizer(model.tokenizer or model.path, model.chat_template, model.trust_remote_code)
+    return PromptCodec(
+        fix_date(tokenizer, config.data.template_date),
+        apply_chat_template=config.data.apply_chat_template,
+        system_prompt=config.data.system_prompt,
+    )
 
 
 def check_models(config: Config, training: bool) -> None:

@@ -19,7 +19,6 @@ class AnswerReader:
 
     Args:
         codec: the policy's.
-        tokenizer: the policy's tokenizer, which parsers look special tokens up in.
         tool_parser: `rollout.turns.tool_parser`; None reads no tool calls.
         reasoning_parser: `rollout.turns.reasoning_parser`; None splits nothing off.
 
@@ -27,9 +26,9 @@ class AnswerReader:
         ValueError: there is no such parser, or it can't work with this tokenizer.
     """
 
-    def __init__(self, codec: Codec, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> None:
+    def __init__(self, codec: Codec, tool_parser: str | None = None, reasoning_parser: str | None = None) -> None:
         self._codec = codec
-        self._tokenizer = tokenizer
+        self._tokenizer = codec.tokenizer
         self._tool_parser = None if tool_parser is None else _tool_parser_class(tool_parser)
         self._reasoning_parser = None if reasoning_parser is None else _reasoning_parser_class(reasoning_parser)
         self.reads_tools = self._tool_parser is not None

@@ -29,6 +29,9 @@ _REASONING = ("reasoning", "reasoning_content")
 class Codec(Protocol):
     """The policy's tokenizer and chat template; the one that this project uses is `trainer.data.prompts.PromptCodec`."""
 
+    tokenizer: Any
+    """Of `transformers`; vLLM's parsers look special tokens up in it."""
+
     def render_conversation(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
         """The conversation as text, up to where the assistant speaks next.
 
@@ -72,6 +75,8 @@ class RecordedTurn:
     seed: int | None
     content: str
     """Digest of the request's own content."""
+    own_seed: int | None
+    """The seed that the request brought."""
     ordinal: int
     """Place among requests with the same parent and content."""
     number: int = 0
@@ -150,7 +155,7 @@ class Conversation:
         """Add a finished turn."""
         self._turns.append(turn)
         self._by_chain.setdefault(turn.chain, []).append(turn)
-        self._by_chain[turn.chain].sort(key=lambda one: one.ordinal)
+        self._by_chain[turn.chain].sort(key=_place)
         self.forks += turn.forked
 
     def messages(self, turn: RecordedTurn) -> list[Message]:
@@ -168,7 +173,7 @@ class Conversation:
         for turn in self._turns:
             children.setdefault(turn.parent, []).append(turn)
         for siblings in children.values():
-            siblings.sort(key=lambda turn: (turn.content, turn.ordinal))
+            siblings.sort(key=_place)
         ordered: list[RecordedTurn] = []
         waiting = list(reversed(children.get(None, [])))
         while waiting:
@@ -236,6 +241,12 @@ class Conversation:
     def _edited(self, messages: Sequence[Message]) -> bool:
         """Whether a conversation that continues no turn has answers in it although there are turns: the agent changed its history."""
         return bool(self._turns) and any(message.get("role") == "assistant" for message in messages)
+
+
+def _place(turn: RecordedTurn) -> tuple[str, int, int]:
+    """Place among the siblings; with seeds of their own their ordinals, which follow arrival, decide nothing."""
+    own = -1 if turn.own_seed is None else turn.own_seed
+    return turn.content, own, turn.ordinal
 
 
 def path_to(turn: RecordedTurn) -> Iterator[RecordedTurn]:

@@ -10,6 +10,7 @@ loop, so ordinals are taken one after the other.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ from rollout.types import Generation, GenerationRequest, Prompt, Row, SampleKey,
 
 logger = logging.getLogger(__name__)
 
+_Identity = tuple[str, str, int | None]
+"""Lineage, content, and the seed of its own: what identical requests share."""
 Send = Callable[[GenerationRequest], Awaitable[Generation]]
 
 
@@ -130,8 +133,9 @@ class Session:
         self.requests = 0
         """Requests that were given an ordinal."""
         self._config, self._context, self._codec, self._send = config, context, codec, send
-        self._asked: dict[tuple[str, str], list[asyncio.Task[RecordedTurn]]] = {}
-        self._retried: dict[tuple[str, str], int] = {}
+        self._ordinals: dict[tuple[str, str], int] = {}
+        self._asked: dict[_Identity, list[asyncio.Task[RecordedTurn]]] = {}
+        self._retried: dict[_Identity, int] = {}
         self._by_key: dict[str, list[asyncio.Task[RecordedTurn]]] = {}
         self.counts: dict[str, float] = {"rollout/retries": 0.0}
 
@@ -221,17 +225,19 @@ class Session:
             parent, added = self.conversation.find_parent(messages, tools)
         lineage = "" if parent is None else parent.lineage
         content = _content_digest("" if parent is None else parent.chain, added, tools, options)
-        asked = self._asked.setdefault((lineage, content), [])
+        identity = (lineage, content, options.seed)
+        asked = self._asked.setdefault(identity, [])
         if options.retry and len(asked) >= options.n:
             # Identical siblings differ in nothing, so any answer that was made for one of them is a right one; each is given again in turn.
             self.counts["rollout/retries"] += 1
-            start = self._retried.get((lineage, content), 0)
-            self._retried[lineage, content] = start + options.n
+            start = self._retried.get(identity, 0)
+            self._retried[identity] = start + options.n
             return [asked[(start + place) % len(asked)] for place in range(options.n)]
         prompt_ids, forked, sampling = self._tokens(parent, added, tools, options)
         tasks = []
         for _ in range(options.n):
             turn = self._new_turn(parent, added, tools, options, prompt_ids, forked, content, len(asked))
+            self._ordinals[lineage, content] = turn.ordinal + 1
             asked.append(asyncio.ensure_future(self._sample(turn, sampling)))
             tasks.append(asked[-1])
         if options.idempotency_key is not None:
@@ -247,7 +253,7 @@ class Session:
         prompt_ids: tuple[int, ...],
         forked: bool,
         content: str,
-        ordinal: int,
+        copies: int,
     ) -> RecordedTurn:
         if self.requests >= self._config.max_requests:
             raise RequestError(
@@ -258,7 +264,10 @@ class Session:
         number, self.requests = self.requests, self.requests + 1
         lineage = "" if parent is None else parent.lineage
         spec = self.spec
-        derived = turn_seed(
+        # A request with a seed of its own takes an ordinal too, so that the seeds of its neighbours do not move when it is given one.
+        ordinal = self._ordinals.get((lineage, content), 0)
+        derive = functools.partial(
+            turn_seed,
             run_seed=spec.run_seed,
             split=spec.split,
             step=spec.step,
@@ -266,12 +275,13 @@ class Session:
             sample=spec.key.sample,
             request_index=spec.request_index,
             lineage=lineage,
-            content=content,
-            ordinal=ordinal,
         )
+        derived = derive(content=content, ordinal=ordinal)
+        # Its name must not depend on whether its neighbours came before it.
+        named = derived if options.seed is None else derive(content=f"{content}/{options.seed}", ordinal=copies)
         explicit = options.seed if options.seed is not None else spec.shared_seed
         return RecordedTurn(
-            id=f"turn-{derived:016x}",
+            id=f"turn-{named:016x}",
             parent=parent,
             added=added,
             tools=tools,
@@ -279,6 +289,7 @@ class Session:
             forked=forked,
             seed=explicit if explicit is not None or not spec.derive_seeds else derived,
             content=content,
+            own_seed=options.seed,
             ordinal=ordinal,
             number=number,
             depth=1 if parent is None else parent.depth + 1,
@@ -301,9 +312,7 @@ class Session:
         turn.chain = chain_digest(before, [turn.message])
         sampled = ",".join(map(str, turn.generation.token_ids))
         parts = "" if turn.parent is None else turn.parent.lineage
-        turn.lineage = hashlib.blake2b(
-            f"{parts}/{turn.content}/{turn.ordinal}/{sampled}".encode(), digest_size=16
-        ).hexdigest()
+        turn.lineage = hashlib.blake2b(f"{parts}/{turn.id}/{sampled}".encode(), digest_size=16).hexdigest()
         self.conversation.record(turn)
         return turn
 
@@ -370,12 +379,11 @@ class Session:
 
 
 def _content_digest(chain: str, added: Sequence[Message], tools: Tools, options: Options) -> str:
-    """Digest of what a request says; `n`, retries and the client's name of it are not part of that."""
+    """Digest of what a request says; its seed, `n`, retries and the client's name of it are not part of that."""
     asked: dict[str, Any] = {
         "messages": chain_digest(chain, added),
         "tools": [dict(tool) for tool in tools],
         "max_new_tokens": options.max_new_tokens,
         "stop": list(options.stop),
-        "seed": options.seed,
     }
     return hashlib.blake2b(canonical(asked).encode(), digest_size=16).hexdigest()

@@ -60,6 +60,9 @@ class Place:
 class Launcher(ABC):
     """Starts groups of workers, and ends everything that it started."""
 
+    _here: Host
+    """Of this machine; set by the class that knows it."""
+
     def __init__(self, board: Switchboard) -> None:
         self._board = board
         self._groups: list[WorkerGroup] = []
@@ -87,6 +90,13 @@ class Launcher(ABC):
             gpus: GPUs that one replica sees (its tensor-parallel size); not used on CPU.
         """
         return self._start(name, factory, self.engine_places(name, replicas, gpus), start_timeout_s)
+
+    def local_group(
+        self, name: str, factory: WorkerFactory, size: int, *, start_timeout_s: float = 300.0
+    ) -> WorkerGroup:
+        """Processes beside the driver that need no device and little computing; no slots are counted for them."""
+        place = Place(self._here, {"CUDA_VISIBLE_DEVICES": ""})
+        return self._start(name, factory, [place] * size, start_timeout_s)
 
     def close(self) -> None:
         """End everything this launcher started; safe to call twice."""

@@ -73,6 +73,7 @@ class RayLauncher(Launcher):
         self._address = ray.util.get_node_ip_address() if others else distributed.LOOPBACK
         super().__init__(Switchboard(config.silence_s, self._address if others else None))
         undo.callback(self._board.close)
+        self._here = here
         self._hosts: dict[str, Any] = {own: here}
         for node in others:
             slot = next(slot for slot in self._slots if slot.node == node)

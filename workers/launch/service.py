@@ -47,7 +47,11 @@ atexit.register(gc.unfreeze)
 
 
 class Engine(Protocol):
-    """A worker that takes requests as well as calls, and works on many requests at a time."""
+    """A worker that takes requests as well as calls, and works on many requests at a time.
+
+    One that works in threads of its own has a file descriptor `wakes` too, which is readable when `step` has something. Without it, `step` is called
+    all the time while there are requests.
+    """
 
     work: str
     """Name under which the time for requests is counted (`generate`, `score`)."""
@@ -124,7 +128,7 @@ class Service:
         """
         while not self._stopped:
             idle = not self._open and not self._waiting
-            while idle or select.select([self._channel], [], [], 0)[0]:
+            while idle or self._has_message():
                 self._take()
                 idle = False
             # A call waits for the requests before it.
@@ -134,6 +138,13 @@ class Service:
                 self._step()
         if self._hosted is not None:
             self._hosted.close()
+
+    def _has_message(self) -> bool:
+        """Whether the driver has sent something. With an engine that works in threads of its own, it waits until the driver or the engine has something."""
+        wakes = getattr(self._engine, "wakes", None)
+        if wakes is None or not self._open or self._waiting:
+            return bool(select.select([self._channel], [], [], 0)[0])
+        return self._channel in select.select([self._channel, wakes], [], [])[0]
 
     def _take(self) -> None:
         control, *blobs = self._channel.receive()

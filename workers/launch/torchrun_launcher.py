@@ -71,6 +71,7 @@ class TorchrunLauncher(Launcher):
         undo.callback(self._board.close)
         here = NodeHost(logs, device, env, preload)
         undo.callback(here.close)
+        self._here = here
         undo.callback(_leave_process_group)
         self._ranks = [
             self._board.expect(Line(f"trainer-{rank}", _unknown, config.timeout_s))
