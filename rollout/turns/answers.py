@@ -49,9 +49,8 @@ class AnswerReader:
         with_calls = self._tool_parser is not None and bool(tools)
         text = self._text(token_ids, with_calls)
         message: Message = {"role": "assistant"}
-        request = _request(tools)
         if self._reasoning_parser is not None:
-            reasoning, rest = self._reasoning_parser(self._tokenizer).extract_reasoning(text, request)
+            reasoning, rest = self._reasoning_parser(self._tokenizer).extract_reasoning(text, _request(tools))
             text = rest or ""
             if reasoning:
                 message["reasoning_content"] = reasoning
@@ -59,7 +58,7 @@ class AnswerReader:
         content: str | None = text
         if with_calls:
             try:
-                found = self._parser_for(tools).extract_tool_calls(text, request)
+                found = self._parser_for(tools).extract_tool_calls(text, _request(tools))
             except (
                 Exception
             ):  # parsers are not written for text that was merely sampled; what one can't read is no call

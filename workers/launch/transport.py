@@ -174,9 +174,11 @@ class _Pickler(pickle.Pickler):
     """Plain CPU or CUDA tensors become (dtype, shape, bytes); everything else is pickled as usual."""
 
     def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")  # a process that has not imported torch holds no tensors
-        if torch is None or type(obj) is not torch.Tensor:
+        # A process that has not imported torch, or is just doing so in another thread, holds no tensors.
+        torch = sys.modules.get("torch")
+        if type(obj) is not getattr(torch, "Tensor", None):
             return NotImplemented
+        assert torch is not None
         if obj.layout != torch.strided or obj.is_quantized or obj.is_complex() or obj.is_meta:
             return NotImplemented
         # Flattened first: a 0-dimensional tensor can't be viewed as bytes.
