@@ -89,8 +89,8 @@ class RecordedTurn:
     generation: Generation = field(init=False)
     message: Message = field(init=False)
     """The answer, as the agent gets it."""
-    chain: str = field(init=False)
-    """Digest of the conversation with this answer, as messages show it."""
+    said: Said = field(init=False)
+    """The conversation with this answer, as messages show it."""
     lineage: str = field(init=False)
     """Digest of this turn and those before it, sampled tokens included."""
     keeps_users: bool | None = field(default=None, repr=False)
@@ -100,6 +100,30 @@ class RecordedTurn:
     def row_parent(self) -> RecordedTurn | None:
         """The turn whose training row this one continues."""
         return None if self.forked else self.parent
+
+
+@dataclass(eq=False)
+class Said:
+    """A conversation as messages show it; the nodes of all recorded ones make a tree, so that finding a beginning takes one look-up for each message."""
+
+    digest: str = ""
+    turns: list[RecordedTurn] = field(default_factory=list)
+    """The turns whose answer is the last message; of several all but the sampled tokens are the same."""
+    _next: dict[Any, Said] = field(default_factory=dict)
+
+    def after(self, message: Message) -> Said | None:
+        """The recorded conversation with one message more."""
+        return self._next.get(_key(message))
+
+    def with_(self, messages: Sequence[Message]) -> Said:
+        """The conversation with these messages more; recorded if it was not."""
+        node = self
+        for message in messages:
+            key = _key(message)
+            if key not in node._next:
+                node._next[key] = Said(chain_digest(node.digest, [message]))
+            node = node._next[key]
+        return node
 
 
 class Conversation:
@@ -114,7 +138,7 @@ class Conversation:
     def __init__(self, codec: Codec, first: tuple[Sequence[Message], tuple[int, ...]] | None = None) -> None:
         self._codec = codec
         self._turns: list[RecordedTurn] = []
-        self._by_chain: dict[str, list[RecordedTurn]] = {}
+        self._said = Said()
         self._before: dict[str, str] = {}
         self._first = None if first is None else (chain_digest("", first[0]), first[1])
         self.forks = 0
@@ -125,12 +149,14 @@ class Conversation:
 
         Of identical siblings, which differ in nothing that a message shows, the first is taken.
         """
-        found, start, chain = None, 0, ""
+        found, start = None, 0
+        node: Said | None = self._said
         for position, message in enumerate(messages):
-            chain = chain_digest(chain, [message])
-            for turn in self._by_chain.get(chain, ())[:1]:
-                if turn.tools == tools:
-                    found, start = turn, position + 1
+            node = node.after(message) if node is not None else None
+            if node is None:
+                break
+            if node.turns and node.turns[0].tools == tools:
+                found, start = node.turns[0], position + 1
         return found, tuple(messages[start:])
 
     def prompt(
@@ -153,9 +179,11 @@ class Conversation:
 
     def record(self, turn: RecordedTurn) -> None:
         """Add a finished turn."""
+        before = self._said if turn.parent is None else turn.parent.said
+        turn.said = before.with_([*turn.added, turn.message])
+        turn.said.turns.append(turn)
+        turn.said.turns.sort(key=_place)
         self._turns.append(turn)
-        self._by_chain.setdefault(turn.chain, []).append(turn)
-        self._by_chain[turn.chain].sort(key=_place)
         self.forks += turn.forked
 
     def messages(self, turn: RecordedTurn) -> list[Message]:
@@ -314,6 +342,15 @@ def normalised(message: Message) -> dict[str, Any]:
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         kept["content"] = "".join(part["text"] for part in content)
     return kept
+
+
+def _key(message: Message) -> Any:
+    """What tells a message from others. Most have a role and a text and nothing else, and a request has many: those must be quick."""
+    role, content = message.get("role"), message.get("content")
+    if len(message) > 2 or not content or type(content) is not str:
+        message = normalised(message)
+        role, content = message.get("role"), message.get("content")
+    return (role, content) if len(message) == 2 and type(content) is str else canonical(message)
 
 
 def canonical(value: Any) -> str:

@@ -224,7 +224,7 @@ class Session:
         if parent is None:
             parent, added = self.conversation.find_parent(messages, tools)
         lineage = "" if parent is None else parent.lineage
-        content = _content_digest("" if parent is None else parent.chain, added, tools, options)
+        content = _content_digest("" if parent is None else parent.said.digest, added, tools, options)
         identity = (lineage, content, options.seed)
         asked = self._asked.setdefault(identity, [])
         if options.retry and len(asked) >= options.n:
@@ -308,8 +308,6 @@ class Session:
         )
         turn.generation = await self._send(request)
         turn.message = self.reader.read(turn.generation.token_ids, turn.tools, turn.id)
-        before = chain_digest("" if turn.parent is None else turn.parent.chain, turn.added)
-        turn.chain = chain_digest(before, [turn.message])
         sampled = ",".join(map(str, turn.generation.token_ids))
         parts = "" if turn.parent is None else turn.parent.lineage
         turn.lineage = hashlib.blake2b(f"{parts}/{turn.id}/{sampled}".encode(), digest_size=16).hexdigest()

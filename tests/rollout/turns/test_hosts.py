@@ -157,5 +157,5 @@ def test_code_that_cannot_be_used_is_found_before_the_first_episode(launcher: Lo
         SessionHost, config=RolloutConfig(environment="x"), context=512, make_codec=codec, make_runner=Unusable
     )
     engines = RolloutEngines(launcher.engine_group("rollout", ScriptedEngine, 1))
-    with pytest.raises(Exception, match="there is no file my_env.py"):
+    with pytest.raises(Exception, match=r"there is no file my_env\.py"):
         SessionHosts(launcher.local_group("sessions", host, 1), engines).open()
