@@ -13,13 +13,16 @@ from configs.contract import contract_check, contract_warnings, force
 from configs.engine_args import engine_args_problems, vllm_arguments
 from configs.problems import ConfigError, Problem
 from configs.roles import fsdp_of_roles, needs, needs_reference, samplings
-from configs.schema import Config, DataSourceConfig, SamplingConfig
+from configs.schema import Config, DataSourceConfig, SamplingConfig, TurnsConfig
 from configs.user_code import UserCodeError, is_reference, load_reference
 
 LABEL = re.compile(r"[A-Za-z0-9_.-]+")
 
 DISTRIBUTION = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """Sampling settings that must keep their defaults in training: otherwise the sampled distribution isn't the trained one."""
+
+ENVIRONMENTS = ("tools", "tries", "gymnasium")
+"""The built-in environments (`rollout.environment`)."""
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises any smaller temperature above 0 to this."""
@@ -47,7 +50,7 @@ def cross_check(config: Config) -> list[Problem]:
     unloadable = list(_functions(config))
     if unloadable:  # the other checks ask the estimator what it needs
         return unloadable
-    checks = (_batch, _data, _sampling, _context, _algorithm, _reward, _engines, _devices)
+    checks = (_batch, _data, _sampling, _context, _turns, _algorithm, _reward, _engines, _devices)
     problems = [problem for check in checks for problem in check(config)]
     return problems + contract_check(config)
 
@@ -65,6 +68,14 @@ def rollout_context(config: Config) -> int:
     return config.data.max_prompt_tokens + (
         (config.rollout.turns.max_tokens if several_turns(config) else None) or longest
     )
+
+
+def episode_cap(config: Config) -> int:
+    """Most tokens that the policy samples in one training episode."""
+    turns, cap = config.rollout.turns, config.rollout.sampling.max_new_tokens
+    if not several_turns(config):
+        return cap
+    return min(turns.max_tokens or rollout_context(config), turns.max_turns * cap)
 
 
 def several_turns(config: Config) -> bool:
@@ -144,6 +155,58 @@ def _context(config: Config) -> Iterator[Problem]:
             "rollout.turns.max_tokens",
             "is null, and so is rollout.max_model_len: nothing says how long an episode of several turns may be",
             "set one of them",
+        )
+
+
+def _turns(config: Config) -> Iterator[Problem]:
+    """Environments, agents, and the address for agents."""
+    rollout, turns, proxy = config.rollout, config.rollout.turns, config.rollout.proxy
+    if rollout.environment is not None and rollout.agent is not None:
+        yield Problem(
+            "rollout.agent",
+            "rollout.environment is set too, and an episode is played by one of them",
+            "set one to null",
+        )
+    if not several_turns(config):
+        for name, default in vars(TurnsConfig()).items():
+            if getattr(turns, name) != default:
+                yield Problem(
+                    f"rollout.turns.{name}",
+                    "has no effect: no environment and no agent is set",
+                    "set rollout.environment or rollout.agent, or leave it out",
+                )
+        return
+    if not config.data.apply_chat_template:
+        yield Problem("data.apply_chat_template", "is false, and several turns are a conversation", "set it to true")
+    if rollout.environment == "tools" and turns.tool_parser is None:
+        yield Problem(
+            "rollout.turns.tool_parser",
+            "is null, so no tool call would be read",
+            "name the parser of the model's format, such as hermes",
+        )
+    if (
+        rollout.environment is not None
+        and rollout.environment not in ENVIRONMENTS
+        and not is_reference(rollout.environment)
+    ):
+        yield Problem(
+            "rollout.environment",
+            f"{rollout.environment!r} is not known",
+            f"take {', '.join(ENVIRONMENTS)}, or my_env.py:Name of your own",
+        )
+    if rollout.agent is not None and not is_reference(rollout.agent):
+        yield Problem(
+            "rollout.agent",
+            f"{rollout.agent!r} names no function",
+            "give my_agent.py:run, an async function of your own",
+        )
+    if turns.max_tokens is not None and turns.max_tokens < 2:
+        yield Problem("rollout.turns.max_tokens", f"{turns.max_tokens} leave no room for a second turn", "raise it")
+    if rollout.agent is not None and proxy.host not in ("127.0.0.1", "localhost", "::1"):
+        yield Problem(
+            "rollout.proxy.host",
+            f"{proxy.host} can be reached from other machines, and agents run beside their processes",
+            "take 127.0.0.1",
         )
 
 
@@ -323,12 +386,16 @@ def _reward(config: Config) -> Iterator[Problem]:
     reward = config.reward
     names = [function.name for function in reward.functions]
     yield from _labels("reward.functions", names)
-    if "model" in names:
-        yield Problem("reward.functions", "the name 'model' belongs to the reward model", "choose another name")
+    owners = {"model": "the reward model", "environment": "rollout.environment", "agent": "rollout.agent"}
+    for name in sorted(set(names) & owners.keys()):
+        yield Problem("reward.functions", f"the name {name!r} belongs to {owners[name]}", "choose another name")
     weights = [function.weight for function in reward.functions] + ([reward.model.weight] if reward.model.path else [])
+    weights += [reward.episode_weight] if several_turns(config) else []
     if not weights:
         yield Problem(
-            "reward", "there is no source of rewards", "set reward.model.path or list a function in reward.functions"
+            "reward",
+            "there is no source of rewards",
+            "set reward.model.path, list a function in reward.functions, or set rollout.environment or rollout.agent",
         )
     elif not any(weights):
         yield Problem("reward", "every source has weight 0, so there is nothing to learn", "give one a weight")

@@ -303,11 +303,9 @@ class ProxyConfig:
     processes: PositiveInt = 1
     """Processes; each serves its own share of the episodes, on a port of its own. Environments run in them too."""
     host: str = "127.0.0.1"
-    """Address to listen on. Other machines reach only what is not loopback, which needs `admin_key_env`."""
+    """Loopback address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 0
     """Port of the first process (the next ones follow); 0 takes free ones."""
-    admin_key_env: str | None = None
-    """Environment variable with the key for starting and ending episodes by HTTP (`rollout.agent=remote`)."""
 
 
 @dataclass
@@ -353,9 +351,9 @@ class RolloutConfig:
     serialize_group_samples: Bool = False
     """Keep a group's members on one replica and submit them one after the other in member order; false spreads them over the replicas. True promises only this order of submission: the members may run at the same time, and bits may differ."""
     environment: str | None = None
-    """What the policy acts in, turn after turn: `tools`, `reasoning_gym`, `gymnasium`, or `my_env.py:Name` of your own; null for single responses."""
+    """What the policy acts in, turn after turn: `tools`, `tries`, `gymnasium`, or `my_env.py:Name` of your own; null for single responses."""
     agent: str | None = None
-    """A program that calls the policy through an OpenAI-compatible address: `my_agent.py:run` (an async function), `program:COMMAND` (started for each sample), or `remote` (runs elsewhere and asks for episodes); null for none."""
+    """An async function of your own, `my_agent.py:run`, that calls the policy through an OpenAI-compatible address; null for none."""
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     """Limits and rules of episodes with several turns."""
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
@@ -423,6 +421,8 @@ class RewardConfig:
     """Follows the root switch."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """The served reward model."""
+    episode_weight: Float = 1.0
+    """Factor of what an environment or agent gives (`rollout.environment`, `rollout.agent`) in the sum of rewards."""
     functions: list[RewardFunctionConfig] = field(default_factory=list)
     """Verifiers and user functions; weighted and added to the reward model's score."""
     function_workers: PositiveInt = 1

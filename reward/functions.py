@@ -7,7 +7,7 @@ A reward function is a plain Python function. Its parameters say what it wants t
     response_with_special_tokens    the response as it was sampled, text: with the end-of-sequence token and its like
     answer      the row's reference answer (None when the data has none)
     extra       the row's remaining columns, a dict
-    messages    the conversation, a list of dicts with role and content
+    messages    the conversation before the response, a list of dicts with role and content; for an episode of several turns all of it, tool calls included
 
 It may have further parameters of its own, which `params` of the config fill. It returns a finite number. For example:
 

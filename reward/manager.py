@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import RewardConfig
+from reward.by_turn import EpisodeRewards
 from reward.functions import LARGEST_REWARD
 from reward.normalise import RunningNormaliser
 from reward.pending import MODEL_SOURCE, PendingModelScores, PendingRewards, RewardError, sample_name
 from reward.pool import CallFailure, FunctionPool, FunctionSample, SourceResults
-from rollout.types import Episode, Score
+from rollout.types import Episode, Score, end_of
 from workers.launch.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class RewardManager:
         log_dir: for the functions' output; None discards it.
         model_context: most tokens that the reward model takes; the sample of a longer conversation fails.
         decode_all: response ids to text, special tokens included; for functions that ask for it.
+        episodes: how the rewards count that environments or agents give; None for plain responses.
 
     Raises:
         RewardError: no source, two with the same name, an unknown error policy, a reward model without engines.
@@ -62,10 +64,12 @@ class RewardManager:
         log_dir: Path | None = None,
         model_context: int | None = None,
         decode_all: Callable[[Sequence[int]], str] | None = None,
+        episodes: EpisodeRewards | None = None,
     ) -> None:
         self.config = config
         self._decode_all = decode_all
-        self.sources = _sources(config)
+        self._episodes = episodes
+        self.sources = _sources(config, episodes)
         if config.model.path is not None and (model_group is None or tokenizer is None):
             raise RewardError("reward.model.path is set, but no reward engines or no tokenizer of theirs were given")
         self._model_group = model_group if config.model.path is not None else None
@@ -157,7 +161,18 @@ class RewardManager:
             results[MODEL_SOURCE] = pending.model.scores(episodes)
         if pending.functions is not None:
             results |= pending.functions.result()
+        if self._episodes is not None:
+            results[self._episodes.source] = [self._given(self._episodes.source, episode) for episode in episodes]
         return results
+
+    def _given(self, source: str, episode: Episode) -> float | CallFailure:
+        """What an environment or agent gave to an episode. One that gives nothing leaves the reward to the other sources."""
+        if episode.failure is not None:
+            return CallFailure(source, sample_name(episode), "raised", episode.failure)
+        if episode.reward is None and len(self.sources) == 1:
+            why = "it gave no reward, and there is no other source (reward.model, reward.functions)"
+            return CallFailure(source, sample_name(episode), "raised", why)
+        return episode.reward or 0.0
 
     def _submit(self, episodes: Sequence[Episode]) -> Future[SourceResults]:
         assert self._pool is not None
@@ -198,9 +213,11 @@ class RewardManager:
         return found
 
     def _combine(self, episodes: Sequence[Episode], results: SourceResults) -> list[Score]:
-        """Error policy and weighted sum."""
+        """Error policy, weighted sum, and where its parts lie."""
         weights = {source.name: source.weight for source in self.sources}
         scores = [self._score_row(row, weights, results) for row in range(len(episodes))]
+        if self._episodes is not None:
+            scores = [self._placed(*pair, weights) for pair in zip(episodes, scores, strict=True)]
         failures = _failures(results)
         failed = sum(score.error is not None for score in scores)
         if failed and self.config.on_error == "fail":
@@ -229,16 +246,29 @@ class RewardManager:
             return Score(self.config.penalty, by_source, error=error)
         return Score(0.0, by_source, dropped=True, error=error)
 
+    def _placed(self, episode: Episode, score: Score, weights: Mapping[str, float]) -> Score:
+        assert self._episodes is not None
+        if score.error is not None:
+            return replace(score, placed=end_of(episode, score.total))
+        own = self._episodes.source
+        others = _weighted_sum({name: value for name, value in score.by_source.items() if name != own}, weights)
+        return replace(score, placed=self._episodes.place(episode, weights[own], others))
+
     def _normalised(self, scores: list[Score], metrics: dict[str, float]) -> list[Score]:
         """Totals in running standard deviations. A penalty stays as it is and does not enter the statistics."""
         if self._normaliser is None:
             return scores
         self._normaliser.update([score.total for score in scores if score.error is None])
         metrics["reward/running_mean"], metrics["reward/running_std"] = self._normaliser.mean, self._normaliser.std
-        return [
-            score if score.error is not None else Score(self._normaliser.apply(score.total), score.by_source)
-            for score in scores
-        ]
+        made = []
+        for score in scores:
+            if score.error is None:
+                placed = [part._replace(value=self._normaliser.scale(part.value)) for part in score.placed]
+                if placed:  # the mean is taken away at the end
+                    placed.append(placed[-1]._replace(value=self._normaliser.scale(-self._normaliser.mean)))
+                score = Score(self._normaliser.apply(score.total), score.by_source, placed=tuple(placed))
+            made.append(score)
+        return made
 
 
 def reward_metrics(
@@ -275,9 +305,10 @@ def _summary(prefix: str, values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _sources(config: RewardConfig) -> list[_Source]:
+def _sources(config: RewardConfig, episodes: EpisodeRewards | None) -> list[_Source]:
     sources = [_Source(MODEL_SOURCE, config.model.weight)] if config.model.path is not None else []
     sources += [_Source(function.name, function.weight) for function in config.functions]
+    sources += [_Source(episodes.source, config.episode_weight)] if episodes is not None else []
     names = [source.name for source in sources]
     if not sources:
         raise RewardError("no reward: set reward.model.path, or name functions in reward.functions")
@@ -300,7 +331,7 @@ def _weighted_sum(by_source: Mapping[str, float], weights: Mapping[str, float]) 
 
 def _function_sample(episode: Episode) -> FunctionSample:
     prompt = episode.prompt
-    messages = [dict(message) for message in prompt.messages]
+    messages = [dict(message) for message in (episode.conversation if episode.turns else prompt.messages)]
     return FunctionSample(sample_name(episode), prompt.text, episode.text, prompt.answer, prompt.extra, messages)
 
 

@@ -42,7 +42,11 @@ class RunningNormaliser:
 
     def apply(self, value: float) -> float:
         """The reward in standard deviations from the mean."""
-        return (value - self.mean) / (self.std + _EPSILON)
+        return self.scale(value - self.mean)
+
+    def scale(self, difference: float) -> float:
+        """A difference of rewards in standard deviations."""
+        return difference / (self.std + _EPSILON)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values that continue it."""

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from reward.pool import CallFailure, SourceResults
@@ -103,7 +104,10 @@ class PendingModelScores:
     def _ask(self, episode: Episode) -> Future[float] | CallFailure:
         from reward.model import RewardInput, reward_tokens
 
-        ids = tuple(reward_tokens(episode.prompt, episode.text, self._tokenizer, self._config))
+        prompt = episode.prompt
+        if episode.turns:  # what was said before the last turn is part of what it answers
+            prompt = replace(prompt, messages=episode.conversation[:-1])
+        ids = tuple(reward_tokens(prompt, episode.text, self._tokenizer, self._config))
         try:
             RewardInput(episode.key, ids).check(self._context or len(ids))
         except ValueError as error:

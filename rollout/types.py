@@ -189,6 +189,11 @@ class Episode:
         return (Row(prompt, self.response_ids, self.response_mask, self.logprobs, truncated=self.truncated),)
 
     @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the policy sampled, in all turns."""
+        return sum(len(turn.token_ids) for turn in self.turns) if self.turns else len(self.response_ids)
+
+    @property
     def conversation(self) -> tuple[Mapping[str, Any], ...]:
         """The whole conversation: the prompt's messages and what followed."""
         return (*self.prompt.messages, *(self.messages or ({"role": "assistant", "content": self.text},)))
@@ -219,3 +224,14 @@ class Score:
     """What failed, with the source's name; None when nothing did."""
     placed: tuple[PlacedReward, ...] = ()
     """Where the total lies, if not all of it is on the last trained token of the first row; these then add up to `total`."""
+
+
+def end_of(episode: Episode, value: float) -> tuple[PlacedReward, ...]:
+    """The reward at the last token of the episode's last turn; nowhere when no token was sampled."""
+    ends = [(turn, row, position) for row, one in enumerate(episode.rows) for turn, position in one.turn_ends]
+    if ends:
+        _, row, position = max(ends)
+        return (PlacedReward(row, position, value),)
+    mask = episode.rows[0].mask
+    last = max((i for i, mine in enumerate(mask) if mine), default=None)
+    return () if last is None else (PlacedReward(0, last, value),)

@@ -12,13 +12,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from configs.checks import several_turns
+from configs.checks import episode_cap, several_turns
 from configs.compose import to_dict
 from configs.roles import roles_needed
 from configs.schema import Config
 from determinism.environment import check_facts, facts
 from determinism.ledger import Ledger
 from determinism.manifest import write_manifest
+from reward.by_turn import EpisodeRewards
 from reward.manager import RewardManager
 from rollout.engines import RolloutEngines, engine_class
 from rollout.episodes import Rollout
@@ -141,6 +142,7 @@ def start_engines(config: Config, launcher: Launcher, run: RunDirectory, inputs:
         log_dir=run.logs,
         model_context=config.reward.model.max_model_len or inputs.context,
         decode_all=inputs.train.codec.decode_all,
+        episodes=EpisodeRewards.of(config.rollout),
     )
     stack.callback(reward.close)
     rollout_engines = RolloutEngines(rollout_group, keep_groups=config.rollout.serialize_group_samples)
@@ -216,7 +218,7 @@ def assemble(
         sampler=sampler,
         rollout=engines.rollout,
         reward=engines.reward,
-        models=RemoteModels(trainers, config.rollout.sampling.temperature, config.rollout.sampling.max_new_tokens),
+        models=RemoteModels(trainers, config.rollout.sampling.temperature, episode_cap(config)),
         validation=validation_of(config, engines, inputs),
         ledger=Ledger(run.path, config.ledger.record),
         record=Record(run, tracker, config.tracking.save_episodes, config.tracking.log_samples),

@@ -52,26 +52,43 @@ def batch_metrics(
     Returns:
         Finite floats. A family whose data is missing (values without a critic), or empty, is absent.
     """
-    tokens, kept = experience.tokens, experience.keep
-    trained = tokens.mask & kept[:, None]
+    tokens, kept = experience.tokens, experience.per_episode(experience.keep)
+    trained = tokens.mask & experience.keep[:, None]
     metrics = {"perf/total_num_tokens": float(int(tokens.lengths.sum()))}
-    metrics |= _statistics("critic/score", experience.scores, kept)
+    metrics |= _statistics("critic/score", experience.per_episode(experience.scores), kept)
     if token_rewards is not None:
-        metrics |= _statistics("critic/rewards", row_sums(token_rewards, trained), kept & trained.any(dim=1))
+        sums = experience.per_episode(experience.sum_rows(row_sums(token_rewards, trained)))
+        anything = experience.per_episode(experience.sum_rows(trained.sum(dim=1))) > 0
+        metrics |= _statistics("critic/rewards", sums, kept & anything)
     for name, values in (("advantages", tokens.advantages), ("returns", tokens.returns), ("values", tokens.old_values)):
         if values is not None:
             metrics |= _statistics(f"critic/{name}", values, trained)
     if tokens.old_values is not None and tokens.returns is not None:
         metrics["critic/vf_explained_var"] = explained_variance(tokens.old_values, tokens.returns, trained)
-    response = torch.tensor([len(episode.response_ids) for episode in experience.episodes])
-    prompt = torch.tensor([len(episode.prompt.token_ids) for episode in experience.episodes])
+    episodes = experience.episodes
+    response = torch.tensor([episode.sampled_tokens for episode in episodes])
+    prompt = torch.tensor([len(episode.rows[0].prompt_ids) for episode in episodes])
     metrics |= _statistics("response_length", response, kept)
     metrics |= _statistics("prompt_length", prompt, kept)
     if bool(kept.any()):
         # From the engine's finish reasons: a response that ends by EOS exactly at the cap was not cut.
-        metrics["response_length/clip_ratio"] = masked_moments(experience.truncated, kept).mean
+        cut = torch.tensor([episode.truncated for episode in episodes])
+        metrics["response_length/clip_ratio"] = masked_moments(cut, kept).mean
         metrics["response_length/empty_ratio"] = masked_moments(response == 0, kept).mean
         metrics["response_length/cap_usage"] = metrics["response_length/mean"] / max_response_tokens
+    if any(episode.turns for episode in episodes):
+        metrics |= _turn_metrics(experience, kept)
+    return metrics
+
+
+def _turn_metrics(experience: Experience, kept: Tensor) -> dict[str, float]:
+    """`rollout/turns/*` over kept episodes; `rollout/rows` with `/blank_rows`; and the sums of what episodes have counted (`rollout/forked_turns`)."""
+    episodes = experience.episodes
+    metrics = _statistics("rollout/turns", torch.tensor([len(episode.turns) for episode in episodes]), kept)
+    metrics["rollout/rows"] = float(int((experience.sample >= 0).sum()))
+    metrics["rollout/blank_rows"] = float(int((experience.sample < 0).sum()))
+    for name in sorted({name for episode in episodes for name in episode.counts}):
+        metrics[name] = sum(episode.counts.get(name, 0.0) for episode in episodes)
     return metrics
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from configs.algorithms import estimator_needs
+from configs.checks import episode_cap
 from configs.schema import Config
 from determinism.ledger import Ledger
 from reward.manager import RewardManager
@@ -127,7 +128,7 @@ class PPO:
         batch = self.with_rewards(prompts, episodes, pending, step) if self.scores_choose else None
         if batch is not None:
             prompts, episodes = batch.prompts, batch.episodes
-        experience = Experience.from_episodes(episodes, batch and batch.scores, self.parts.pad_id)
+        experience = Experience.from_episodes(episodes, batch and batch.scores, self.parts.pad_id, self.rows_multiple)
         self.record_samples(experience)
         experience, entropy = self.add_logprobs(experience, step)
         experience, bootstrap = self.add_values(experience, step)
@@ -176,6 +177,13 @@ class PPO:
             shared_seed=sampling.seed,
             first_index=first_index,
             on_finished=on_finished,
+        )
+
+    @property
+    def rows_multiple(self) -> int:
+        """What the number of rows must be a multiple of, so that every role's mini-batches are full."""
+        return math.lcm(
+            *(getattr(self.config, role).mini_batch_size for role in ("actor", "critic") if role in self.parts.roles)
         )
 
     @property
@@ -259,23 +267,26 @@ class PPO:
             self.parts.ledger.add("rewards/greedy", [score.total for score in scores])
         return shape_scores(
             torch.tensor([math.nan if score.dropped else score.total for score in scores], dtype=torch.float32),
-            torch.tensor([sum(episode.response_mask) for episode in episodes]),
+            torch.tensor([episode.sampled_tokens for episode in episodes]),
             torch.tensor([episode.truncated for episode in episodes]),
             self.config.algorithm,
-            sampling.max_new_tokens,
+            episode_cap(self.config),
         )
 
     def add_advantages(
         self, experience: Experience, bootstrap: Tensor | None, greedy: Tensor | None
     ) -> tuple[Experience, dict[str, float]]:
         """Token rewards (score at the end, KL penalty along the way), then advantages and returns; and the batch's metrics."""
-        algorithm, cap = self.config.algorithm, self.config.rollout.sampling.max_new_tokens
+        algorithm, cap = self.config.algorithm, episode_cap(self.config)
         metrics: dict[str, float] = {}
         if greedy is not None:
             metrics["reward/greedy_dropped"] = float(greedy.isnan().sum())
             experience = experience.without(greedy.isnan()[experience.group])
         tokens, ledger = experience.tokens, self.parts.ledger
-        scores = shape_scores(experience.scores, tokens.mask.sum(dim=1), experience.truncated, algorithm, cap)
+        # Length and end are the whole episode's, in each of its rows.
+        lengths = experience.sum_rows(tokens.mask.sum(dim=1))
+        cut = experience.per_row(torch.tensor([episode.truncated for episode in experience.episodes]))
+        scores = shape_scores(experience.scores, lengths, cut, algorithm, cap)
         kl, coef = None, 0.0
         if tokens.ref_logprobs is not None and tokens.old_logprobs is not None:
             kl = kl_estimate(
@@ -286,7 +297,8 @@ class PPO:
             metrics |= {"actor/ref_kl": per_sequence, "actor/kl_coef": self.parts.kl.coef}
             ledger.add("kl_coef", [self.parts.kl.coef])
             self.parts.kl.update(per_sequence, count)
-        rewards = penalised_rewards(scores, kl, tokens.mask, coef)
+        at_end, placed = experience.token_scores(scores)
+        rewards = penalised_rewards(at_end, kl, tokens.mask, coef, placed)
         per_row = greedy[experience.group] if greedy is not None else None
         # From here on only trained tokens count, in whitening too. A masked response has counted in its group with its score.
         experience = experience.with_tokens(mask=trained_mask(tokens.mask, experience.truncated, algorithm))
@@ -379,10 +391,12 @@ class PPO:
 
     def record_samples(self, experience: Experience) -> None:
         """Ledger entries of what the rollout engines returned."""
-        ledger, episodes = self.parts.ledger, experience.episodes
-        ledger.rows([(e.prompt.id, e.key.task, e.key.sample) for e in episodes])
+        ledger, episodes = self.parts.ledger, experience.row_episodes()
+        ledger.rows(experience.names())
         ledger.add("prompts", [[e.prompt.id, list(e.prompt.token_ids)] for e in episodes])
         ledger.add("request_seeds", [e.seed for e in episodes])
+        if any(e.turns for e in episodes):
+            ledger.add("turns", experience.turns_by_row())
         ledger.add("token_ids", experience.tokens.input_ids)
         ledger.add("finish_reasons", [e.finish_reason for e in episodes])
         ledger.add("rollout_logprobs", experience.tokens.rollout_logprobs)

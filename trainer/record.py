@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,7 +68,7 @@ class Record:
         if self.tracker:
             from safetensors.torch import save
 
-            rows = json.dumps([[e.prompt.id, e.key.task, e.key.sample] for e in experience.episodes])
+            rows = json.dumps(experience.names())
             write_atomically(path, save(experience.tensors(), {"step": str(step), "rows": rows}))
         return path
 
@@ -78,7 +79,7 @@ class Record:
 
 def episode_record(episode: Episode, score: Score) -> dict[str, Any]:
     """One episode as JSON values; token ids and log-probabilities are exact."""
-    return {
+    record = {
         "prompt_id": episode.prompt.id,
         "task": episode.key.task,
         "sample": episode.key.sample,
@@ -95,6 +96,14 @@ def episode_record(episode: Episode, score: Score) -> dict[str, Any]:
         "logprobs": list(episode.logprobs),
         "weight_version": episode.weight_version,
     }
+    if episode.turns or episode.failure:
+        record |= {
+            "messages": [dict(message) for message in episode.messages],
+            "episode_reward": episode.reward,
+            "failure": episode.failure,
+            "turns": [dataclasses.asdict(turn) for turn in episode.turns],
+        }
+    return record
 
 
 def _plain(value: Any) -> Any:

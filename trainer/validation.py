@@ -93,7 +93,7 @@ def pass_metrics(prefix: str, episodes: Sequence[Episode], scores: Sequence[Scor
     kept = [(e, s) for e, s in zip(episodes, scores, strict=True) if not s.dropped]
     metrics = {
         f"{prefix}/score/mean": mean_of([s.total for _, s in kept]),
-        f"{prefix}/response_length/mean": mean_of([float(len(e.response_ids)) for e in episodes]),
+        f"{prefix}/response_length/mean": mean_of([float(e.sampled_tokens) for e in episodes]),
         f"{prefix}/response_length/clip_ratio": mean_of([float(e.truncated) for e in episodes]),
     }
     for source in sorted({name for _, s in kept for name in s.by_source}):
@@ -104,6 +104,6 @@ def pass_metrics(prefix: str, episodes: Sequence[Episode], scores: Sequence[Scor
         metrics[f"{prefix}/{name}/score/mean"] = mean_of([s.total for e, s in kept if e.prompt.source == name])
     for name in sorted({e.prompt.source for e in episodes}):
         of_source = [e for e in episodes if e.prompt.source == name]
-        metrics[f"{prefix}/{name}/response_length/mean"] = mean_of([float(len(e.response_ids)) for e in of_source])
+        metrics[f"{prefix}/{name}/response_length/mean"] = mean_of([float(e.sampled_tokens) for e in of_source])
         metrics[f"{prefix}/{name}/response_length/clip_ratio"] = mean_of([float(e.truncated) for e in of_source])
     return metrics

@@ -114,6 +114,8 @@ def test_metrics_do_not_depend_on_the_order_of_the_rows():
         found.keep[order],
         found.group[order],
         found.truncated[order],
+        found.sample,
+        found.first,
     )
     assert batch_metrics(shuffled, 5) == batch_metrics(found, 5)
 

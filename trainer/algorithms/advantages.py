@@ -84,7 +84,14 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
 
 
-def grpo(scores: Tensor, group: Tensor, mask: Tensor, use_std: bool = True, keep: Tensor | None = None) -> Tensor:
+def grpo(
+    scores: Tensor,
+    group: Tensor,
+    mask: Tensor,
+    use_std: bool = True,
+    keep: Tensor | None = None,
+    first: Tensor | None = None,
+) -> Tensor:
     """(score - group mean) / (group standard deviation + 1e-6), the same for every token of a response.
 
     The standard deviation is the unbiased one. `use_std=False` only subtracts the mean (Dr. GRPO, Liu et al. 2025). A group
@@ -96,6 +103,7 @@ def grpo(scores: Tensor, group: Tensor, mask: Tensor, use_std: bool = True, keep
         mask: [N, T] bool.
         use_std: divide by the standard deviation.
         keep: [N] bool, or None for all.
+        first: [N] int64; where a sample has several rows, the number of its first one. It counts once in its group. None: each row is a sample.
 
     Returns:
         [N, T] in the dtype of `scores`.
@@ -110,10 +118,12 @@ def grpo(scores: Tensor, group: Tensor, mask: Tensor, use_std: bool = True, keep
         deviation = (exact_sum(centred**2) / (len(members) - 1)) ** 0.5
         return centred / (deviation + GRPO_STD_EPS)
 
-    return _spread(_by_group(per_group, scores, group, keep), mask)
+    return _spread(_by_group(per_group, scores, group, keep, first), mask)
 
 
-def rloo(scores: Tensor, group: Tensor, mask: Tensor, keep: Tensor | None = None) -> Tensor:
+def rloo(
+    scores: Tensor, group: Tensor, mask: Tensor, keep: Tensor | None = None, first: Tensor | None = None
+) -> Tensor:
     """Score minus the mean score of the *other* members of the group; 0 for a group of one. Arguments as in `grpo`.
 
     Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization".
@@ -123,7 +133,7 @@ def rloo(scores: Tensor, group: Tensor, mask: Tensor, keep: Tensor | None = None
         # score - (sum - score) / (n - 1) = n / (n - 1) * (score - mean)
         return _centre(members) * len(members) / max(len(members) - 1, 1)
 
-    return _spread(_by_group(per_group, scores, group, keep), mask)
+    return _spread(_by_group(per_group, scores, group, keep, first), mask)
 
 
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float = 1.0, keep: Tensor | None = None) -> Tensor:
@@ -144,12 +154,14 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float = 1.0, keep:
     return whiten(reward_to_go(rewards, alive, gamma), alive, "full")
 
 
-def reinforce_plus_plus_baseline(scores: Tensor, group: Tensor, mask: Tensor, keep: Tensor | None = None) -> Tensor:
+def reinforce_plus_plus_baseline(
+    scores: Tensor, group: Tensor, mask: Tensor, keep: Tensor | None = None, first: Tensor | None = None
+) -> Tensor:
     """Score minus the group's mean, whitened over all trained tokens of the batch. Arguments as in `grpo`.
 
     Source: Hu 2025, "REINFORCE++", the variant with the group mean as baseline.
     """
-    centred = _spread(_by_group(_centre, scores, group, keep), mask)
+    centred = _spread(_by_group(_centre, scores, group, keep, first), mask)
     return whiten(centred, _alive(mask, keep), "full")
 
 
@@ -206,6 +218,8 @@ class AdvantageInputs:
     """[N] float; score of the greedy response to each row's prompt."""
     bootstrap: Tensor | None = None
     """[N] float; value after the last token of responses that were cut off, 0 elsewhere."""
+    first: Tensor | None = None
+    """[N] int64; number of the first row of the same sample. None: each row is a sample."""
 
     @classmethod
     def of(
@@ -227,6 +241,7 @@ class AdvantageInputs:
             values=tokens.old_values,
             greedy_scores=greedy_scores,
             bootstrap=bootstrap,
+            first=experience.first if len(experience) > len(experience.episodes) else None,
         )
 
     def outcomes(self) -> Tensor:
@@ -234,8 +249,12 @@ class AdvantageInputs:
 
         A response without a trained token has no token rewards; it counts with its score in its group's statistics.
         """
-        sums = row_sums(self.token_rewards, self.mask).to(self.scores.dtype)
-        return torch.where(self.mask.any(dim=1), sums, self.scores)
+        sums = row_sums(self.token_rewards, self.mask)
+        trained = self.mask.any(dim=1)
+        if self.first is not None:  # the whole sample's, in each of its rows
+            sums = torch.zeros_like(sums).index_add(0, self.first, sums)[self.first]
+            trained = torch.zeros_like(self.first).index_add(0, self.first, trained.long())[self.first] > 0
+        return torch.where(trained, sums.to(self.scores.dtype), self.scores)
 
 
 @dataclass(frozen=True)
@@ -260,13 +279,14 @@ def _gae(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs
 
 def _grpo(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     outcomes = inputs.outcomes()
-    advantages = grpo(outcomes, inputs.group, inputs.mask, settings.group_std, inputs.keep)
+    advantages = grpo(outcomes, inputs.group, inputs.mask, settings.group_std, inputs.keep, inputs.first)
     return AdvantageOutputs(advantages, _returns(outcomes, inputs))
 
 
 def _rloo(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     outcomes = inputs.outcomes()
-    return AdvantageOutputs(rloo(outcomes, inputs.group, inputs.mask, inputs.keep), _returns(outcomes, inputs))
+    advantages = rloo(outcomes, inputs.group, inputs.mask, inputs.keep, inputs.first)
+    return AdvantageOutputs(advantages, _returns(outcomes, inputs))
 
 
 def _reinforce_plus_plus(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
@@ -277,7 +297,7 @@ def _reinforce_plus_plus(inputs: AdvantageInputs, settings: AdvantageConfig) -> 
 
 def _reinforce_plus_plus_baseline(inputs: AdvantageInputs, settings: AdvantageConfig) -> AdvantageOutputs:
     outcomes = inputs.outcomes()
-    advantages = reinforce_plus_plus_baseline(outcomes, inputs.group, inputs.mask, inputs.keep)
+    advantages = reinforce_plus_plus_baseline(outcomes, inputs.group, inputs.mask, inputs.keep, inputs.first)
     return AdvantageOutputs(advantages, _returns(outcomes, inputs))
 
 
@@ -366,15 +386,24 @@ def _members(group: Tensor, keep: Tensor) -> list[list[int]]:
     return list(found.values())
 
 
-def _by_group(function: Callable[[Tensor], Tensor], scores: Tensor, group: Tensor, keep: Tensor | None) -> Tensor:
-    """[N]: `function` of each group's kept scores (float64, [members]), put back in place; 0 for dropped rows."""
+def _by_group(
+    function: Callable[[Tensor], Tensor],
+    scores: Tensor,
+    group: Tensor,
+    keep: Tensor | None,
+    first: Tensor | None = None,
+) -> Tensor:
+    """[N]: `function` of each group's kept scores (float64, [members]), put back in place; 0 for dropped rows. A sample's further rows get what its
+    first row got."""
     chosen = _all(scores) if keep is None else keep
+    if first is not None:
+        chosen = chosen & (first == torch.arange(len(scores), device=scores.device))
     _require_finite("scores", scores, chosen)
     wide = scores.to(torch.float64)
     result = torch.zeros_like(wide)
     for rows in _members(group, chosen):
         result[rows] = function(wide[rows])
-    return result.to(scores.dtype)
+    return (result if first is None else result[first]).to(scores.dtype)
 
 
 def _require_finite(what: str, values: Tensor, where: Tensor) -> None:

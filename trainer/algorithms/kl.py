@@ -56,11 +56,14 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator:
     return torch.where(mask, inner, 0.0)
 
 
-def penalised_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, coef: float) -> Tensor:
+def penalised_rewards(
+    scores: Tensor, kl: Tensor | None, mask: Tensor, coef: float, placed: Tensor | None = None
+) -> Tensor:
     """Rewards per token: the score on a response's last trained token, -coef * KL on every trained token.
 
     Args:
-        scores: [N] float; one per response.
+        scores: [N] float; one per response, or with `placed` what is added to that on the last trained token.
+        placed: [N, T] float; rewards that already have their tokens.
         kl: [N, T] KL per token, or None for no penalty.
         mask: [N, T] bool; trained tokens. A response without any gets no reward anywhere.
         coef: the KL coefficient.
@@ -75,6 +78,8 @@ def penalised_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, coef: flo
     # Compared with every column, never used as an index: -1 (no trained token) matches none of them.
     at_last = positions[None, :] == last[:, None]
     rewards = torch.where(at_last, scores[:, None], torch.zeros((), dtype=scores.dtype, device=scores.device))
+    if placed is not None:
+        rewards = rewards + torch.where(mask, placed, 0.0).to(scores.dtype)
     if kl is None or coef == 0.0:
         return rewards
     return rewards - torch.where(mask, coef * kl, 0.0).to(scores.dtype)
