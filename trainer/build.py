@@ -176,6 +176,7 @@ def session_group(config: Config, launcher: Launcher, inputs: Inputs) -> WorkerG
         context=inputs.context,
         make_codec=functools.partial(policy_codec, config),
         make_runner=make_runner,
+        threads=config.determinism.threads,
     )
     return launcher.local_group(
         "sessions", host, config.rollout.proxy.processes, start_timeout_s=config.rollout.start_timeout_s

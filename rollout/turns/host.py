@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.schema import RolloutConfig
-from determinism.environment import facts
+from determinism.environment import facts, pin_process
 from rollout.turns.answers import AnswerReader
 from rollout.turns.conversation import Codec
 from rollout.turns.runner import EpisodeError, OpenSessions, Runner
@@ -62,6 +62,7 @@ class SessionHost:
         context: tokens of the engines' context.
         make_codec: makes the policy's tokenizer and chat template in this process.
         make_runner: makes what plays the episodes.
+        threads: `determinism.threads`.
     """
 
     work = "episodes"
@@ -73,7 +74,9 @@ class SessionHost:
         context: int,
         make_codec: Callable[[], Codec],
         make_runner: Callable[[RolloutConfig, Codec, AnswerReader], Runner],
+        threads: int = 1,
     ) -> None:
+        pin_process(config.full_determinism, threads)
         self._config, self._context = config, context
         self._codec = make_codec()
         turns = config.turns
