@@ -1,4 +1,5 @@
-"""The golden ledger: the reference run's ledger, committed per numerics environment, so that a change that moves bits is seen in review.
+"""The golden ledgers: those of the reference run and of a run with several turns, committed per numerics environment, so that a change that moves bits is
+seen in review.
 
 `make golden` (or `python -m tests.e2e.golden`) renews the file of the environment it runs in.
 """
@@ -15,6 +16,11 @@ from tests.e2e import runs
 
 FOLDER = Path(__file__).parent / "golden"
 OVERRIDES = ("ledger.record=full",)
+TURNS = (
+    *("reward=episode", "rollout.environment=tries", "rollout.turns.max_turns=2", "rollout.turns.max_tokens=48"),
+    *("rollout.turns.params.tries=2", "rollout.turns.params.late=0.5"),
+)
+"""A second try after a wrong answer."""
 
 
 def environment_key() -> str:
@@ -30,19 +36,24 @@ def environment_key() -> str:
     return "-".join([found["cpu"]["capability"], features, *names]).replace("+cpu", "").lower()
 
 
-def golden_file() -> Path:
-    """Where this environment's ledger stands, if it does."""
-    return FOLDER / f"{environment_key()}.jsonl"
+def golden_file(kind: str = "") -> Path:
+    """Where this environment's ledger stands, if it does.
+
+    Args:
+        kind: empty for the reference run, `turns-` for the run with several turns.
+    """
+    return FOLDER / f"{kind}{environment_key()}.jsonl"
 
 
-def renew() -> Path:
-    """Run the reference and keep its ledger."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = runs.train(Path(folder) / "run", *OVERRIDES)
-        FOLDER.mkdir(exist_ok=True)
-        shutil.copy(run / "ledger.jsonl", golden_file())
-    return golden_file()
+def renew() -> list[Path]:
+    """Make both runs and keep their ledgers."""
+    FOLDER.mkdir(exist_ok=True)
+    for kind, overrides in (("", OVERRIDES), ("turns-", TURNS)):
+        with tempfile.TemporaryDirectory() as folder:
+            run = runs.train(Path(folder) / "run", *overrides)
+            shutil.copy(run / "ledger.jsonl", golden_file(kind))
+    return [golden_file(), golden_file("turns-")]
 
 
 if __name__ == "__main__":
-    print(f"wrote {renew()}")
+    print("wrote", *renew())

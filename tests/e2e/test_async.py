@@ -15,7 +15,7 @@ ASYNC = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "ray"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("ray", marks=pytest.mark.long)])
 def test_generation_runs_one_step_ahead_and_a_resumed_run_continues_with_the_next_prompts(tmp_path, launcher):
     run = runs.train(tmp_path / "run", *ASYNC, launcher=launcher, ranks=2)
     straight, records = runs.metrics(run), runs.ledger(run)

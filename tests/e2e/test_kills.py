@@ -47,7 +47,7 @@ def kill_at_a_moment(run: Path, process, draw: Random) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
 def test_a_run_killed_again_and_again_has_the_ledger_of_one_left_alone(tmp_path, kills):
     settings = (*SETTINGS, f"trainer.total_steps={kills + 4}")
     alone = runs.train(tmp_path / "alone", *settings, launcher="python")

@@ -167,6 +167,7 @@ def test_a_learning_rate_rises_stays_and_falls_to_zero():
     assert factors[100] == 0.0
 
 
+@pytest.mark.long
 def test_two_builds_give_the_same_bytes(micro, asked_twice):
     again = Path(asked_twice[0][0].strip()).parent
     assert again != micro
@@ -297,6 +298,7 @@ def test_what_a_killed_build_left_is_swept_and_never_taken_for_a_model(tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == [entry.name + ".lock"]
 
 
+@pytest.mark.long
 def test_two_processes_that_ask_at_once_build_once(asked_twice):
     directories = {output.strip() for output, _ in asked_twice}
     assert len(directories) == 1

@@ -1,0 +1,83 @@
+"""Level D6: episodes of several turns have the same bits in any topology, under any launcher, after a kill; and what breaks that is caught."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import runs
+from tests.e2e.golden import TURNS, golden_file
+from tests.e2e.test_golden import assert_golden
+from tests.e2e.test_levels import wait_for
+
+pytestmark = pytest.mark.timeout(580)
+
+
+@pytest.fixture(scope="module")
+def tries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which a wrong answer may be mended; a few episodes of each step are played twice and compared."""
+    run = tmp_path_factory.mktemp("turns") / "tries"
+    return runs.train(run, *TURNS, "rollout.turns.audit_episodes=3", launcher="python")
+
+
+def test_episodes_have_turns_and_are_trained_turn_by_turn(tries: Path) -> None:
+    row = runs.metrics(tries)[-1]
+    assert row["rollout/turns/max"] == 2
+    assert row["rollout/turns/mean"] > 1
+    assert row["rollout/forked_turns"] == 0
+    assert "turns" in runs.ledger(tries)[1]["phases"]
+
+
+def test_the_run_keeps_the_golden_ledger_of_several_turns(tries: Path) -> None:
+    assert_golden(tries, golden_file("turns-"))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("ray", marks=pytest.mark.long)])
+def test_launcher_ranks_replicas_processes_and_prefix_cache_change_nothing(
+    tries: Path, tmp_path: Path, launcher: str
+) -> None:
+    other = runs.train(
+        tmp_path / "other",
+        *TURNS,
+        *(
+            "rollout.replicas=2",
+            "rollout.proxy.processes=2",
+            "rollout.max_num_seqs=3",
+            "rollout.enable_prefix_caching=false",
+        ),
+        launcher=launcher,
+        ranks=2,
+    )
+    runs.assert_same(tries, other)
+
+
+def test_after_a_kill_the_run_goes_on_with_the_same_bits(tries: Path, tmp_path: Path) -> None:
+    run = tmp_path / "killed"
+    process = runs.start(run, *TURNS, launcher="python")
+    wait_for(run / "checkpoints" / "step_000001" / "COMPLETE")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    runs.train(run, *TURNS, "run.resume=auto", launcher="python")
+    runs.assert_same(tries, run)
+
+
+CLOCK = """
+import time
+
+class Clock:
+    def reset(self, row, seed):
+        return []
+
+    def step(self, action):
+        return [{"role": "user", "content": str(time.time_ns())}], 1.0, action.turn == 1
+"""
+
+
+def test_an_environment_that_reads_the_clock_is_caught_by_the_audit(tmp_path: Path) -> None:
+    (tmp_path / "my_env.py").write_text(CLOCK)
+    settings = [*TURNS[:1], f"rollout.environment={tmp_path / 'my_env.py'}:Clock", *TURNS[2:4]]
+    process = runs.start(tmp_path / "run", *settings, "rollout.turns.audit_episodes=1", launcher="python")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "was played twice with the same seeds and differs: turn 1, prompt_ids" in output
