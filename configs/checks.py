@@ -160,7 +160,7 @@ def _context(config: Config) -> Iterator[Problem]:
 
 def _turns(config: Config) -> Iterator[Problem]:
     """Environments, agents, and the address for agents."""
-    rollout, turns, proxy = config.rollout, config.rollout.turns, config.rollout.proxy
+    rollout, turns = config.rollout, config.rollout.turns
     if rollout.environment is not None and rollout.agent is not None:
         yield Problem(
             "rollout.agent",
@@ -194,20 +194,8 @@ def _turns(config: Config) -> Iterator[Problem]:
             f"{rollout.environment!r} is not known",
             f"take {', '.join(ENVIRONMENTS)}, or my_env.py:Name of your own",
         )
-    if rollout.agent is not None and not is_reference(rollout.agent):
-        yield Problem(
-            "rollout.agent",
-            f"{rollout.agent!r} names no function",
-            "give my_agent.py:run, an async function of your own",
-        )
     if turns.max_tokens is not None and turns.max_tokens < 2:
         yield Problem("rollout.turns.max_tokens", f"{turns.max_tokens} leave no room for a second turn", "raise it")
-    if rollout.agent is not None and proxy.host not in ("127.0.0.1", "localhost", "::1"):
-        yield Problem(
-            "rollout.proxy.host",
-            f"{proxy.host} can be reached from other machines, and agents run beside their processes",
-            "take 127.0.0.1",
-        )
 
 
 # --- data and sampling ---------------------------------------------------------------------------------------------

@@ -303,9 +303,11 @@ class ProxyConfig:
     processes: PositiveInt = 1
     """Processes; each serves its own share of the episodes, on a port of its own. Environments run in them too."""
     host: str = "127.0.0.1"
-    """Loopback address to listen on."""
+    """Address to listen on. Other machines reach only what is not loopback, which needs `admin_key_env`."""
     port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 0
     """Port of the first process (the next ones follow); 0 takes free ones."""
+    admin_key_env: str | None = None
+    """Environment variable with the key for starting and ending episodes by HTTP (`rollout.agent=remote`)."""
 
 
 @dataclass
@@ -353,7 +355,7 @@ class RolloutConfig:
     environment: str | None = None
     """What the policy acts in, turn after turn: `tools`, `tries`, `gymnasium`, or `my_env.py:Name` of your own; null for single responses."""
     agent: str | None = None
-    """An async function of your own, `my_agent.py:run`, that calls the policy through an OpenAI-compatible address; null for none."""
+    """A program that calls the policy through an OpenAI-compatible address: `my_agent.py:run` (an async function), `program:COMMAND` (started for each sample), or `remote` (runs elsewhere and asks for episodes); null for none."""
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     """Limits and rules of episodes with several turns."""
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
