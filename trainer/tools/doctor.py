@@ -6,6 +6,7 @@ person would start them, in temporary directories, and compared bit by bit:
     base run, engines examined first   D3 batches, orders, caches, weights loaded again;  D7 gap engine - trainer
     the same again                     D1
     another number of ranks            D4
+    other processes for the episodes   D6, with an environment or agent; some episodes are played twice
     with --full also: another rollout topology (D3), the other launcher (D2), stopped after a step and resumed (D5)
 
 Exit code: 0 when nothing that full_determinism promises was broken, 1 otherwise.
@@ -27,10 +28,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from configs.checks import several_turns
 from configs.problems import ConfigError, UserError
 from configs.schema import Config
 from determinism.selfcheck import BROKEN, KEPT, PROMISED, UNCHECKED, Finding, Report, describe
 
+AUDITED = 4
+"""Episodes of a step that are played twice for D6."""
 SHARED_CPUS = 64
 """CPUs that Ray may use for a run with more ranks than the machine has CPUs: the ranks take turns, which moves no bits."""
 GRACE_S = 15.0
@@ -192,9 +196,18 @@ class Doctor:
                 replace(config, launcher=replace(config.launcher, num_ranks=other, ray_num_cpus=shared)),
             ),
         ]
+        rollout = config.rollout
+        if several_turns(config):
+            processes = 2 if rollout.proxy.processes == 1 else 1
+            played = replace(
+                rollout,
+                proxy=replace(rollout.proxy, processes=processes),
+                turns=replace(rollout.turns, audit_episodes=AUDITED),
+            )
+            what = f"{steps} with rollout.proxy.processes={processes}, {AUDITED} episodes played twice"
+            found.append(Variant("turns", "D6", what, replace(config, rollout=played)))
         if not self.full:
             return found
-        rollout = config.rollout
         launcher: Literal["ray", "torchrun"] = "ray" if launcher_of(config) == "torchrun" else "torchrun"
         replicas = 2 if rollout.replicas == 1 else 1
         batch = max(1, rollout.max_num_seqs // 4)
