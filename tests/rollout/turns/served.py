@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 from openai import AsyncOpenAI
 
 from configs.schema import ProxyConfig, RolloutConfig, TurnsConfig
@@ -40,6 +41,12 @@ def calls_then_answers(request: GenerationRequest) -> str:
     return '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
 
+def roomy(with_codec: Any) -> SessionSpec:
+    """A session whose answers have room for a call."""
+    spec = spec_of(with_codec)
+    return replace(spec, sampling=replace(spec.sampling, max_new_tokens=128))
+
+
 @dataclass
 class Served:
     sessions: OpenSessions
@@ -47,6 +54,12 @@ class Served:
     new: Callable[..., Session]
 
     def client(self, session: Session, **settings: Any) -> AsyncOpenAI:
+        if "http_client" not in settings:
+            # Certificates take a client most of its start, and a busy machine some time to connect.
+            limits = httpx2.Limits(max_connections=None)
+            transport = httpx2.AsyncHTTPTransport(verify=False, limits=limits)
+            settings["http_client"] = httpx2.AsyncClient(transport=transport, timeout=300.0)
+            settings["timeout"] = 300.0
         return AsyncOpenAI(base_url=self.url, api_key=self.sessions.key_of(session), **settings)
 
 
@@ -57,15 +70,16 @@ async def served(
     delay: Callable[[int], float] | None = None,
     parser: str | None = None,
     context: int = 1024,
+    admin_key_env: str | None = None,
     **limits: Any,
 ) -> AsyncIterator[Served]:
     """A server, and a maker of sessions."""
     sessions = OpenSessions()
     reader = AnswerReader(with_codec, parser)
-    server = ProxyServer(sessions, ProxyConfig(), 0)
+    server = ProxyServer(sessions, ProxyConfig(admin_key_env=admin_key_env), 0)
 
     def new(spec: SessionSpec | None = None) -> Session:
-        spec = spec or spec_of(with_codec)
+        spec = spec or roomy(with_codec)
         send = policy_of(with_codec, say, delay)
         session = Session(spec, TurnsConfig(**limits), context, with_codec, reader, send)
         sessions.add(session)
@@ -100,7 +114,7 @@ async def play_agent(
         runner = make_agent_runner(RolloutConfig(agent=agent, turns=TurnsConfig(params=params or {})))
         await runner.start(here.sessions, here.url)
         try:
-            sessions = [here.new(spec) for spec in specs or (spec_of(settings.get("with_codec", PLAIN)),)]
+            sessions = [here.new(spec) for spec in specs or (roomy(settings.get("with_codec", PLAIN)),)]
             found = await asyncio.gather(*(play(here, runner, one, timeout_s) for one in sessions))
             assert len(here.sessions) == 0
             return list(found)

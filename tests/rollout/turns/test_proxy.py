@@ -472,7 +472,9 @@ class TestListening:
             other.listen()
             port = other.getsockname()[1]
             server = ProxyServer(OpenSessions(), ProxyConfig(port=port - 1), 1)
-            with pytest.raises(OSError, match=rf"rollout.proxy.port={port - 1}: port {port} .* process 1.* is in use"):
+            with pytest.raises(
+                OSError, match=rf"rollout.proxy.port={port - 1}: port {port} of 127.0.0.1 \(process 1\) is in use"
+            ):
                 asyncio.run(server.start())
 
     def test_other_machines_need_an_admin_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
