@@ -77,6 +77,10 @@ class AnswerReader:
             ]
         return message
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself, special tokens included."""
+        return [self._codec.decode_all([token]) for token in token_ids]
+
     def call_begins(self) -> str | None:
         """The text with which the model begins a tool call, where the parser says so: an answer that has it and no calls holds a malformed one."""
         if self._tool_parser is None:

@@ -172,6 +172,7 @@ class SessionHost:
         self._sessions.add(session)
         failure = None
         try:
+            await self._runner.admit(session)
             await asyncio.wait_for(self._runner.run(session), self._config.turns.timeout_s)
         except TimeoutError:
             failure = f"timeout: it took longer than rollout.turns.timeout_s={self._config.turns.timeout_s:g} s"

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from rollout.turns.session import RequestError, Session
+from rollout.turns.waiting import WaitingEpisodes
 
 T = TypeVar("T")
 
@@ -38,6 +39,10 @@ class Runner(Protocol):
         """
         ...
 
+    async def admit(self, session: Session) -> None:
+        """Wait until the episode may begin; `rollout.turns.timeout_s` counts from then. May return at once."""
+        ...
+
     async def run(self, session: Session) -> None:
         """Play one episode: make turns with `session.generate`, give rewards with `session.set_reward`. Called in the sessions' event loop.
 
@@ -58,6 +63,8 @@ class OpenSessions:
         self._by_key: dict[str, Session] = {}
         self._keys: dict[Session, str] = {}
         self._ended: dict[str, str] = {}
+        self.waiting: WaitingEpisodes | None = None
+        """Those that wait for a program elsewhere; set where `rollout.agent=remote`."""
 
     def __len__(self) -> int:
         return len(self._by_key)

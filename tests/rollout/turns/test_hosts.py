@@ -53,6 +53,9 @@ class TwoTries:
     async def start(self, sessions: Any, base_url: str | None) -> None:
         assert base_url is None
 
+    async def admit(self, session: Any) -> None:
+        pass
+
     async def run(self, session: Any) -> None:
         self.begun += 1
         question = session.spec.prompt.text

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible address that agents speak to: requests by HTTP become turns of sessions."""
