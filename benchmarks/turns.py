@@ -68,6 +68,9 @@ class Insisting:
     async def start(self, sessions: Any, base_url: str | None) -> None:
         """Nothing to load."""
 
+    async def admit(self, session: Any) -> None:
+        """Nothing to wait for."""
+
     async def run(self, session: Session) -> None:
         """Play one episode."""
         (turn,) = await session.generate(session.spec.prompt.messages)

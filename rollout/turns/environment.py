@@ -5,7 +5,7 @@
 An environment is a class; one object of it plays one episode. Its methods may be plain or async functions:
 
     class Guess:
-        def reset(self, row, seed):                    # the conversation to begin with; [] for the row's own messages
+        def reset(self, row, seed):                    # the conversation to begin with; [] for the row's own messages (row.messages)
             self.secret = seed % 100
             return [{"role": "user", "content": "Guess a number below 100."}]
 
@@ -30,10 +30,11 @@ from configs.checks import ENVIRONMENTS
 from configs.schema import RolloutConfig
 from configs.user_code import load_reference
 from determinism.seeds import environment_seed
+from rollout.turns.agent_values import row_of
 from rollout.turns.answers import AnswerReader
 from rollout.turns.conversation import Codec
 from rollout.turns.runner import EpisodeError, OpenSessions, UserLoop
-from rollout.turns.session import BudgetError, Session, SessionSpec
+from rollout.turns.session import BudgetError, Session
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -66,19 +67,6 @@ class Context:
     takes_tools: bool
     """Whether the chat template shows tools."""
     full_determinism: bool
-
-
-def row_of(spec: SessionSpec) -> dict[str, Any]:
-    """What users' code sees of a row of the data: `id`, `source`, `prompt` (text), `messages`, `answer`, `extra`."""
-    prompt = spec.prompt
-    return {
-        "id": prompt.id,
-        "source": prompt.source,
-        "prompt": prompt.text,
-        "messages": [dict(message) for message in prompt.messages],
-        "answer": prompt.answer,
-        "extra": dict(prompt.extra),
-    }
 
 
 def load_environment(name: str) -> Any:
@@ -118,6 +106,9 @@ class EnvironmentRunner:
         except EpisodeError as error:
             raise ValueError(f"rollout.environment={self._name}: {error}") from error
 
+    async def admit(self, session: Session) -> None:
+        """Nothing to wait for."""
+
     async def run(self, session: Session) -> None:
         """See `Runner.run`."""
         environment = await self._user.call(self._make)
@@ -134,7 +125,7 @@ class EnvironmentRunner:
     async def _play(self, environment: Any, session: Session) -> None:
         spec = session.spec
         seed = environment_seed(run_seed=spec.run_seed, split=spec.split, step=spec.step, prompt_id=spec.prompt.id)
-        added = self._messages("reset", await self._call(environment.reset, "reset", row_of(spec), seed))
+        added = self._messages("reset", await self._call(environment.reset, "reset", row_of(session), seed))
         added = added or list(spec.prompt.messages)
         parent, number = None, 0
         while True:

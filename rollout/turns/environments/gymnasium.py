@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rollout.turns.agent_values import AgentRow
 from rollout.turns.environment import Action
 
 
@@ -37,11 +38,11 @@ class Environment:
         self._environment = gymnasium.make(id, **dict(make or {}))
         self._action, self._penalty, self._begin = action, penalty, begin
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> list[Mapping[str, Any]]:
+    def reset(self, row: AgentRow, seed: int) -> list[Mapping[str, Any]]:
         """Begin anew; Gymnasium takes seeds of 32 bits."""
         observation, _ = self._environment.reset(seed=seed % 2**32)
         if self._begin is None:
-            *before, last = row["messages"]
+            *before, last = row.messages
             return [*before, {**last, "content": f"{last['content']}\n{observation}"}]
         return [{"role": "user", "content": f"{self._begin}\n{observation}"}]
 

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from configs.user_code import load_reference
+from rollout.turns.agent_values import AgentRow
 from rollout.turns.answers import arguments_of
 from rollout.turns.environment import Action, Context
 from rollout.turns.runner import EpisodeError
@@ -54,7 +55,7 @@ class Environment:
         self._call_begins = context.reader.call_begins()
         self._concurrent = concurrent
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> list[Mapping[str, Any]]:
+    def reset(self, row: AgentRow, seed: int) -> list[Mapping[str, Any]]:
         """Begin with the row's own messages."""
         return []
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward.functions import load_function
+from rollout.turns.agent_values import AgentRow
 from rollout.turns.environment import Action
 
 
@@ -44,22 +45,24 @@ class Environment:
             raise ValueError(
                 f"function {function} scores whole batches or is async; take one that scores one response a call"
             )
-        self._row: Mapping[str, Any] = {}
+        self._row: AgentRow | None = None
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> list[Mapping[str, Any]]:
+    def reset(self, row: AgentRow, seed: int) -> list[Mapping[str, Any]]:
         """Begin with the row's own messages."""
         self._row = row
         return []
 
     def step(self, action: Action) -> tuple[list[Mapping[str, Any]], float, bool]:
         """Score the answer."""
+        row = self._row
+        assert row is not None, "reset comes first"
         fields = {
-            "prompt": self._row["prompt"],
+            "prompt": row.prompt,
             "response": action.text,
             "response_with_special_tokens": action.text,
-            "answer": self._row["answer"],
-            "extra": self._row["extra"],
-            "messages": self._row["messages"],
+            "answer": row.answer,
+            "extra": row.extra,
+            "messages": row.messages,
         }
         score = float(self._function.call(**{name: fields[name] for name in self._function.wanted}))
         done = score >= self._threshold or action.turn + 1 >= self._tries

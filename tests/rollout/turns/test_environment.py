@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from configs.schema import RolloutConfig, TurnsConfig
+from rollout.turns.agent_values import AgentRow
 from rollout.turns.answers import AnswerReader
 from rollout.turns.environment import Action, Context, EnvironmentRunner
 from rollout.turns.environments.tools import Environment as Tools
@@ -31,7 +32,7 @@ class Guess:
 
     def reset(self, row, seed):
         self.seen, self.seed = row, seed
-        return [{"role": "user", "content": f"Guess {row['answer']} {seed % 1000}"}]
+        return [{"role": "user", "content": f"Guess {row.answer} {seed % 1000}"}]
 
     async def step(self, action):
         right = int(action.text) % 2 == 0
@@ -83,6 +84,11 @@ def play(name: str, spec: SessionSpec | None = None, say: Callable[..., str] = d
         return await session.end()
 
     return asyncio.run(whole())
+
+
+def row(**extra: Any) -> AgentRow:
+    """A row whose answer is 5."""
+    return AgentRow("task/7", "task", [], "", "5", extra)
 
 
 class TestOwn:
@@ -145,16 +151,16 @@ class TestTries:
 
     def test_a_wrong_answer_may_be_mended(self) -> None:
         environment = Tries(tries=2, function="exact_match", late=0.5)
-        environment.reset({"prompt": "", "answer": "5", "extra": {}, "messages": []}, 0)
+        environment.reset(row(), 0)
         assert environment.step(self.action("4")) == ([{"role": "user", "content": "No. Try again."}], 0.0, False)
         assert environment.step(self.action("5", 1))[1:] == (0.5, True)
         assert environment.step(self.action("4", 1))[1:] == (0.0, True)
         assert environment.step(self.action("5"))[1:] == (1.0, True)
 
     def test_a_task_of_reasoning_gym_scores_itself(self) -> None:
-        row = {"task": "basic_arithmetic", "params": {"seed": 1, "size": 1}, "question": "2 + 3", "metadata": {}}
+        task = {"task": "basic_arithmetic", "params": {"seed": 1, "size": 1}, "question": "2 + 3", "metadata": {}}
         environment = Tries()
-        environment.reset({"prompt": "", "answer": "5", "extra": {"reasoning_gym": row}, "messages": []}, 0)
+        environment.reset(row(reasoning_gym=task), 0)
         assert environment.step(self.action("5"))[1:] == (1.0, True)
 
     def test_arguments_are_checked(self) -> None:
