@@ -81,3 +81,54 @@ def test_an_environment_that_reads_the_clock_is_caught_by_the_audit(tmp_path: Pa
     output, _ = process.communicate(timeout=300)
     assert process.returncode != 0
     assert "was played twice with the same seeds and differs: turn 1, prompt_ids" in output
+
+
+AGENT = """
+import asyncio
+import random
+
+async def run(session, row, chaos=False):
+    async def ask(messages):
+        if chaos:
+            await asyncio.sleep(random.random() / 20)
+        settings = {"model": session.model, "messages": messages}
+        reply = await session.client.chat.completions.create(**settings)
+        if chaos and random.random() < 0.5:  # as a client does that has lost the answer
+            reply = await session.client.chat.completions.create(**settings, extra_headers={"x-stainless-retry-count": "1"})
+        return reply
+
+    first = await ask(row.messages)
+    said = [*row.messages, {"role": "assistant", "content": first.choices[0].message.content}]
+    again = await asyncio.gather(*(ask([*said, {"role": "user", "content": words}]) for words in ("No.", "Sure?")))
+    return {reply.id: float(reply.choices[0].message.content == row.answer) for reply in (first, *again)}
+"""
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
+    """A run with an agent that asks two things at once, and its settings."""
+    folder = tmp_path_factory.mktemp("agent")
+    (folder / "my_agent.py").write_text(AGENT)
+    settings = (*TURNS[:1], f"rollout.agent={folder / 'my_agent.py'}:run", *TURNS[2:4])
+    return runs.train(folder / "run", *settings, launcher="python"), settings
+
+
+def test_an_agents_paths_are_rows_and_each_turn_is_trained_once(agent: tuple[Path, tuple[str, ...]]) -> None:
+    row = runs.metrics(agent[0])[-1]
+    assert (row["rollout/turns/min"], row["rollout/turns/max"], row["rollout/forked_turns"]) == (3, 3, 0)
+    assert row["rollout/rows"] == 32
+
+
+def test_arrival_retries_processes_replicas_and_ranks_change_nothing(
+    agent: tuple[Path, tuple[str, ...]], tmp_path: Path
+) -> None:
+    run, settings = agent
+    other = runs.train(
+        tmp_path / "other",
+        *settings,
+        *("rollout.turns.params.chaos=true", "rollout.replicas=2", "rollout.proxy.processes=2"),
+        launcher="torchrun",
+        ranks=2,
+    )
+    runs.assert_same(run, other)
+    assert sum(row.get("rollout/retries", 0.0) for row in runs.metrics(other)) > 0
