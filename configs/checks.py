@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -196,6 +197,45 @@ def _turns(config: Config) -> Iterator[Problem]:
         )
     if turns.max_tokens is not None and turns.max_tokens < 2:
         yield Problem("rollout.turns.max_tokens", f"{turns.max_tokens} leave no room for a second turn", "raise it")
+    if rollout.agent is not None:
+        yield from _agent(config, rollout.agent)
+
+
+def _agent(config: Config, agent: str) -> Iterator[Problem]:
+    proxy = config.rollout.proxy
+    if agent != "remote" and not agent.startswith("program:") and not is_reference(agent):
+        yield Problem(
+            "rollout.agent",
+            f"{agent!r} names no agent",
+            "give my_agent.py:run (an async function), program:COMMAND, or remote",
+        )
+    if agent.startswith("program:") and not agent.removeprefix("program:").strip():
+        yield Problem("rollout.agent", f"{agent!r} has no command", "write program:COMMAND")
+    if not is_reference(agent) or agent.startswith("program:"):
+        for name in config.rollout.turns.params:
+            yield Problem(
+                f"rollout.turns.params.{name}",
+                f"has no effect: rollout.agent={agent} takes no parameters",
+                "leave it out; a program's arguments belong into its command",
+            )
+    if proxy.host not in ("127.0.0.1", "localhost", "::1") and proxy.admin_key_env is None:
+        yield Problem(
+            "rollout.proxy.host",
+            f"{proxy.host} can be reached from other machines, and nothing keeps them from starting episodes",
+            "take 127.0.0.1, or name an environment variable with a key in rollout.proxy.admin_key_env",
+        )
+    if proxy.admin_key_env is not None and not os.environ.get(proxy.admin_key_env):
+        yield Problem(
+            "rollout.proxy.admin_key_env",
+            f"the environment variable {proxy.admin_key_env} is not set",
+            "set it to a key, or leave the setting out",
+        )
+    if proxy.port + proxy.processes - 1 > 65535:
+        yield Problem(
+            "rollout.proxy.port",
+            f"{proxy.processes} processes from port {proxy.port} on end beyond 65535",
+            "take a lower one",
+        )
 
 
 # --- data and sampling ---------------------------------------------------------------------------------------------

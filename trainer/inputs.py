@@ -13,6 +13,7 @@ from configs.schema import Config
 from reward.answers import check_answers
 from reward.model import check_plain_text, check_reward_model
 from rollout.sampling import find_eos_token_ids
+from rollout.turns.agent import check_agent
 from trainer.data.prompts import PromptCodec, load_tokenizer
 from trainer.data.sampler import PromptData
 from trainer.data.templates import fix_date
@@ -87,6 +88,7 @@ def load_inputs(config: Config, training: bool = True) -> Inputs:
         tokenizer = load_tokenizer(model.tokenizer or model.path, model.chat_template, model.trust_remote_code)
         fix_date(tokenizer, config.data.template_date)
         check_models(config, training)
+        check_agent(config.rollout)
         train = PromptData(config.data, tokenizer, split="train")
         validation = PromptData(config.data, tokenizer, split="validation")
         check_answers(config.reward, [*train.prompts, *validation.prompts])

@@ -334,14 +334,27 @@ def _row(turns: Sequence[Turn], path: Sequence[int], trained: set[int]) -> Row:
 
 
 def normalised(message: Message) -> dict[str, Any]:
-    """A message as it is compared: without fields that are null or empty, and without reasoning, which many clients do not send back."""
+    """A message as it is compared: without fields that are null or empty, and without reasoning, which many clients do not send back.
+
+    Arguments of tool calls are compared as the values that they say: clients that parse them write them anew, with other spaces.
+    """
     kept = {
         name: value for name, value in message.items() if value not in (None, "", [], {}) and name not in _REASONING
     }
     content = kept.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         kept["content"] = "".join(part["text"] for part in content)
+    if "tool_calls" in kept:
+        kept["tool_calls"] = [_with_plain_arguments(call) for call in kept["tool_calls"]]
     return kept
+
+
+def _with_plain_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function") or {}
+    try:
+        return {**call, "function": {**function, "arguments": canonical(json.loads(function["arguments"]))}}
+    except (KeyError, TypeError, ValueError):
+        return call  # no JSON: the text itself is compared
 
 
 def _key(message: Message) -> Any:

@@ -289,3 +289,23 @@ def test_the_source_that_judges_validation_must_exist():
     for name in ("correct", "model", "total", "null"):
         assert keys(f"trainer.eval_source={name}") == []
     assert "take correct, model, total, or null" in line("trainer.eval_source", "trainer.eval_source=corect")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["rollout.agent=run"], "rollout.agent"),
+        (["rollout.agent='program: '"], "rollout.agent"),
+        (["rollout.agent=remote", "rollout.turns.params.tries=2"], "rollout.turns.params.tries"),
+        (["rollout.agent=remote", "rollout.proxy.host=0.0.0.0"], "rollout.proxy.host"),
+        (["rollout.agent=remote", "rollout.proxy.admin_key_env=EXACTRL_NO_SUCH_KEY"], "rollout.proxy.admin_key_env"),
+        (["rollout.agent=remote", "rollout.proxy.port=65535", "rollout.proxy.processes=2"], "rollout.proxy.port"),
+    ],
+)
+def test_agents_that_cannot_be_played_or_reached_are_named(overrides: list[str], key: str):
+    assert keys("rollout.turns.max_tokens=64", *overrides) == [key]
+
+
+@pytest.mark.parametrize("agent", ["a.py:run", "program:python a.py", "remote"])
+def test_the_three_kinds_of_agents_are_fine(agent: str):
+    assert keys("rollout.turns.max_tokens=64", f"rollout.agent='{agent}'") == []

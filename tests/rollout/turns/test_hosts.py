@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from configs.schema import ProxyConfig, RolloutConfig, TurnsConfig
 from rollout.engines import RolloutEngines
 from rollout.episodes import Rollout
 from rollout.turns.host import SessionHost
+from rollout.turns.players import make_runner
 from rollout.turns.rollouts import AuditError, SessionHosts
 from rollout.turns.runner import EpisodeError
 from rollout.types import Episode, Generation, GenerationRequest, Sampling
@@ -162,3 +164,32 @@ def test_code_that_cannot_be_used_is_found_before_the_first_episode(launcher: Lo
     engines = RolloutEngines(launcher.engine_group("rollout", ScriptedEngine, 1))
     with pytest.raises(Exception, match=r"there is no file my_env\.py"):
         SessionHosts(launcher.local_group("sessions", host, 1), engines).open()
+
+
+AGENT = """
+import asyncio, random
+
+async def run(session, row):
+    said, tries = list(row.messages), 0
+    while True:
+        await asyncio.sleep(random.random() / 100)
+        answer = await session.client.chat.completions.create(model=session.model, messages=said)
+        tries += 1
+        if int(answer.choices[0].message.content) % 2 == 0 or tries == 3:
+            return float(int(answer.choices[0].message.content) % 2 == 0)
+        said += [answer.choices[0].message, {"role": "user", "content": "No."}]
+"""
+
+
+def test_an_agent_plays_as_the_same_code_beside_the_session(
+    launcher: LocalLauncher, single: Rollout, tmp_path: Path
+) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(AGENT)
+    config = RolloutConfig(agent=f"{file}:run", proxy=ProxyConfig(processes=2))
+    engines = RolloutEngines(launcher.engine_group("rollout", ScriptedEngine, 2))
+    host = functools.partial(SessionHost, config=config, context=512, make_codec=codec, make_runner=make_runner)
+    found = SessionHosts(launcher.local_group("sessions", host, 2), engines)
+    found.open()
+    assert len(set(found.addresses)) == 2
+    assert episodes(Rollout(engines, codec().decode, 5, hosts=found)) == episodes(single)

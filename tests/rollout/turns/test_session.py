@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout.turns.conversation import Conversation
+from rollout.turns.conversation import Conversation, chain_digest
 from rollout.turns.session import BudgetError, Options, RequestError, SessionResult
 from rollout.types import SampleKey
 from tests.rollout.turns.scripted import (
@@ -107,6 +107,18 @@ class TestTokens:
             return await session.end()
 
         assert sorted(turn.parent is None for turn in play(with_nulls()).turns) == [False, True]
+
+    def test_arguments_written_anew_do_not_hide_the_parent(self) -> None:
+        # Clients that parse them write them without spaces.
+        def call(arguments: str) -> dict[str, Any]:
+            function = {"name": "weather", "arguments": arguments}
+            return {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+
+        def digest(arguments: str) -> str:
+            return chain_digest("", [call(arguments)])
+
+        assert digest('{"b": 1, "a": "x"}') == digest('{"a":"x","b":1}') != digest('{"a":"x","b":2}')
+        assert digest("{broken") != digest("{ broken")
 
     def test_a_template_that_strips_reasoning_makes_forks_when_a_user_speaks(self) -> None:
         thinking = codec(THINKING_TEMPLATE)
