@@ -14,6 +14,7 @@ from reward.answers import check_answers
 from reward.model import check_plain_text, check_reward_model
 from rollout.sampling import find_eos_token_ids
 from rollout.turns.agent import check_agent
+from rollout.turns.environment import load_environment
 from trainer.data.prompts import PromptCodec, load_tokenizer
 from trainer.data.sampler import PromptData
 from trainer.data.templates import fix_date
@@ -89,6 +90,8 @@ def load_inputs(config: Config, training: bool = True) -> Inputs:
         fix_date(tokenizer, config.data.template_date)
         check_models(config, training)
         check_agent(config.rollout)
+        if config.rollout.environment is not None:
+            load_environment(config.rollout.environment)
         train = PromptData(config.data, tokenizer, split="train")
         validation = PromptData(config.data, tokenizer, split="validation")
         check_answers(config.reward, [*train.prompts, *validation.prompts])
