@@ -79,8 +79,9 @@ class Validation:
             result.metrics |= pass_metrics(prefix, episodes, scores)
             accuracies = self.judge.metrics(episodes, scores, settings.n)
             result.metrics |= {f"{prefix}/{name}": value for name, value in accuracies.items()}
-            result.digests[f"{split}/token_ids"] = digest_value([list(e.response_ids) for e in episodes])
-            result.digests[f"{split}/rollout_logprobs"] = digest_value([list(e.logprobs) for e in episodes])
+            rows = [row for e in episodes for row in e.rows]
+            result.digests[f"{split}/token_ids"] = digest_value([list(row.response_ids) for row in rows])
+            result.digests[f"{split}/rollout_logprobs"] = digest_value([list(row.logprobs) for row in rows])
             result.digests[f"{split}/rewards"] = digest_value([[s.total, dict(s.by_source)] for s in scores])
         return result
 

@@ -295,6 +295,9 @@ def what_would_start(config: Config) -> list[str]:
     if config.reward.functions:
         names = ", ".join(f"{function.name} ({function.function})" for function in config.reward.functions)
         lines.append(f"reward functions: {names} in {config.reward.function_workers} process(es)")
+    player = rollout.environment or rollout.agent
+    if player is not None:
+        lines.append(f"episodes of several turns: {player} in {rollout.proxy.processes} process(es)")
     total = config.data.prompts_per_step * rollout.sampling.n
     lines.append(f"a step: {config.data.prompts_per_step} prompts x {rollout.sampling.n} samples = {total} sequences")
     return [*lines, f"run directory: {config.run.dir}"]

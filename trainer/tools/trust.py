@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 from configs.problems import UserError
 from configs.user_code import is_reference
 
+CODE_IN_PARAMS = ("tools", "tries", "gymnasium")
+"""Built-in environments whose `rollout.turns.params` may name code."""
+
 if TYPE_CHECKING:
     from argparse import ArgumentParser
 
@@ -54,7 +57,16 @@ def code_named_by(config: Config) -> list[str]:
     references = [("algorithm.advantage.name", advantage), ("algorithm.policy_loss.name", loss)]
     for i, function in enumerate(config.reward.functions):
         references.append((f"reward.functions.{i}.function", function.function))
+    rollout = config.rollout
+    references += [
+        ("rollout.environment", rollout.environment or ""),
+        ("rollout.turns.tool_parser", rollout.turns.tool_parser or ""),
+    ]
     lines = [f"{key}={value}" for key, value in references if is_reference(value)]
+    if rollout.agent is not None and rollout.agent != "remote":
+        lines.append(f"rollout.agent={rollout.agent}")
+    if rollout.environment in CODE_IN_PARAMS:
+        lines.append(f"rollout.turns.params={dict(rollout.turns.params)}")
     if config.model.trust_remote_code:
         lines.append("model.trust_remote_code=true")
     for key, arguments in (
