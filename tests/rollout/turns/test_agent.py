@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -230,20 +230,24 @@ class TestPrograms:
     def test_no_more_run_at_once_than_the_engines_serve(self, tmp_path: Path) -> None:
         from rollout.turns.program import ProgramRunner
 
-        async def go() -> int:
+        log = tmp_path / "log"
+        more = (
+            f"import os, time\nlog = os.open({str(log)!r}, os.O_APPEND | os.O_WRONLY | os.O_CREAT)\nos.write(log, b'+')\n"
+            # Nobody goes on alone, so two are seen to run together; a third has a moment to come too early.
+            f"while os.path.getsize({str(log)!r}) < 2: time.sleep(0.01)\n"
+            "time.sleep(0.2)\nos.write(log, b'-')\nprint(1)"
+        )
+
+        async def go() -> None:
             async with served() as here:
-                more = "import time\ntime.sleep(0.2)\nprint(1)"
                 runner = ProgramRunner(RolloutConfig(agent=program(tmp_path, more), max_num_seqs=2))
                 await runner.start(here.sessions, here.url)
-                tasks = [asyncio.ensure_future(play(here, runner, here.new())) for _ in range(5)]
-                most = 0
-                while not all(task.done() for task in tasks):
-                    most = max(most, len(psutil.Process(os.getpid()).children()))
-                    await asyncio.sleep(0.02)
-                assert [task.result().reward for task in tasks] == [1.0] * 5
-                return most
+                found = await asyncio.gather(*(play(here, runner, here.new()) for _ in range(5)))
+                assert [result.reward for result in found] == [1.0] * 5
 
-        assert asyncio.run(go()) == 2
+        asyncio.run(go())
+        running = list(itertools.accumulate({"+": 1, "-": -1}[mark] for mark in log.read_text()))
+        assert (len(running), max(running), running[-1]) == (10, 2, 0)
 
 
 class TestRemote:
