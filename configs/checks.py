@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
 import os
 import re
 from collections import Counter
@@ -195,6 +196,8 @@ def _turns(config: Config) -> Iterator[Problem]:
             f"{rollout.environment!r} is not known",
             f"take {', '.join(ENVIRONMENTS)}, or my_env.py:Name of your own",
         )
+    if rollout.environment == "gymnasium" and importlib.util.find_spec("gymnasium") is None:
+        yield Problem("rollout.environment", "gymnasium is not installed", "pip install 'exactrl[gymnasium]'")
     if turns.max_tokens is not None and turns.max_tokens < 2:
         yield Problem("rollout.turns.max_tokens", f"{turns.max_tokens} leave no room for a second turn", "raise it")
     if rollout.agent is not None:

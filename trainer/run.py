@@ -116,9 +116,10 @@ def start(config: Config, adjust: Callable[[PPO], None] | None = None, checkpoin
     from trainer.claim import prepare_directory
 
     with session(config) as ready:
+        from configs.checks import several_turns
         from trainer.data.sampler import log_first_prompt
 
-        log_first_prompt(ready.inputs.train)
+        log_first_prompt(ready.inputs.train, several_turns(ready.config))
         found = prepare_directory(ready.config, ready.run, ready.inputs)
         return train(ready.config, ready.launcher, ready.run, checkpoint or found, ready.inputs, ready.stack, adjust)
 

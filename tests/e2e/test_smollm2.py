@@ -22,3 +22,18 @@ def test_three_steps_on_smollm2(tmp_path):
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert all(row["actor/grad_norm"] > 0 and row["actor/ref_kl"] == row["actor/ref_kl"] for row in steps)
     assert steps[0]["actor/ref_kl"] == pytest.approx(0.0, abs=1e-4)  # the policy starts as the reference
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_two_steps_with_a_calculator(tmp_path):
+    run = tmp_path / "run"
+    command = [
+        *(sys.executable, "-m", "trainer.main_ppo", "experiment=smollm2_tools", "launcher.name=torchrun"),
+        *("full_determinism=true", f"run.dir={run}", "tracking=disabled"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1400, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    steps = runs.metrics(run)
+    assert [row["step"] for row in steps] == [1, 2]
+    assert steps[0]["rollout/turns/max"] > 1, "no answer called the tool"

@@ -137,14 +137,19 @@ def _check_sources(configs: Sequence[DataSourceConfig], split: str) -> None:
             )
 
 
-def log_first_prompt(data: PromptData) -> None:
-    """Log the first prompt as the engine sees it, once. Mistakes show in its template, its BOS and its ids."""
+def log_first_prompt(data: PromptData, several_turns: bool = False) -> None:
+    """Log the first prompt as the engine sees it, once. Mistakes show in its template, its BOS and its ids.
+
+    Args:
+        several_turns: an environment or agent may begin otherwise, or add tools; the line says so.
+    """
     source = data.sources[0]
     prompts: Iterable[Prompt | None] = source.prompts if source.stream is None else source.stream(0)
     first = next((prompt for prompt in prompts if prompt is not None), None)
     if first is not None:
         ids = " ".join(map(str, first.token_ids))
-        logger.info("first prompt (%s): %r\nits %d token ids: %s", first.id, first.text, len(first.token_ids), ids)
+        what = "first prompt, before the environment or agent adds to it" if several_turns else "first prompt"
+        logger.info("%s (%s): %r\nits %d token ids: %s", what, first.id, first.text, len(first.token_ids), ids)
 
 
 def data_digest(prompts: Sequence[Prompt]) -> str:

@@ -1,4 +1,4 @@
-"""Gymnasium environments whose observations and actions are text, or can be written as text (`pip install gymnasium`).
+"""Gymnasium environments whose observations and actions are text, or can be written as text (`pip install 'exactrl[gymnasium]'`).
 
 rollout.environment=gymnasium rollout.turns.params.id=my_package:Maze-v0
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from configs.schema import RolloutConfig, TurnsConfig
+from configs.checks import cross_check
+from configs.schema import Config, RolloutConfig, TurnsConfig
 from rollout.turns.agent_values import AgentRow
 from rollout.turns.answers import AnswerReader
 from rollout.turns.environment import Action, Context, EnvironmentRunner
+from rollout.turns.environments.gymnasium import Environment as Gymnasium
 from rollout.turns.environments.tools import Environment as Tools
 from rollout.turns.environments.tries import Environment as Tries
 from rollout.turns.runner import EpisodeError, OpenSessions
@@ -166,6 +169,88 @@ class TestTries:
     def test_arguments_are_checked(self) -> None:
         with pytest.raises(ValueError, match="tries is 0"):
             Tries(tries=0)
+
+
+ECHO = """
+import string
+
+import gymnasium
+
+
+class Echo(gymnasium.Env):
+    action_space = gymnasium.spaces.Text(5, charset="0123456789")
+    observation_space = gymnasium.spaces.Text(20, charset=string.printable)
+
+    def __init__(self, secret=100):
+        self.secret = secret
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.number = int(self.np_random.integers(self.secret))
+        return f"Say {self.number}.", {}
+
+    def step(self, action):
+        return "Once more.", float(action == str(self.number)), action == str(self.number), False, {}
+
+
+gymnasium.register("Echo-v0", Echo, max_episode_steps=3)
+"""
+
+
+class TestGymnasium:
+    @pytest.fixture
+    def echo(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+        (tmp_path / "echo_here.py").write_text(ECHO)
+        monkeypatch.syspath_prepend(tmp_path)
+        return "echo_here:Echo-v0"
+
+    def row(self) -> AgentRow:
+        return replace(row(), messages=[{"role": "user", "content": "Play."}])
+
+    def action(self, text: str) -> Action:
+        return Action(text, {"role": "assistant", "content": text}, "stop", 0)
+
+    def test_observations_are_messages_and_answers_are_actions(self, echo: str) -> None:
+        environment = Gymnasium(echo, make={"secret": 50}, penalty=-0.5)
+        (first,) = environment.reset(self.row(), 7)
+        asked, number = first["content"].rsplit("\n", 1)[0], first["content"].split()[-1].strip(".")
+        assert asked == "Play."  # the row's own question comes first
+        assert environment.reset(self.row(), 7) == [first]
+        assert {environment.reset(self.row(), seed)[0]["content"] for seed in range(8)} != {first["content"]}
+        environment.reset(self.row(), 7)
+        assert environment.step(self.action("no")) == (
+            [{"role": "user", "content": "'no' is no action here."}],
+            -0.5,
+            False,
+        )
+        assert environment.step(self.action("99")) == ([{"role": "user", "content": "Once more."}], 0.0, False)
+        assert environment.step(self.action(number))[1:] == (1.0, True)
+
+    def test_a_time_limit_ends_an_episode(self, echo: str) -> None:
+        environment = Gymnasium(echo, begin="Listen.")
+        assert environment.reset(self.row(), 2**40)[0]["content"].startswith("Listen.\nSay ")
+        assert [environment.step(self.action("999"))[2] for _ in range(3)] == [False, False, True]
+
+    def test_whole_numbers_are_read_from_answers(self) -> None:
+        environment = Gymnasium("FrozenLake-v1", make={"is_slippery": False}, action="int")
+        environment.reset(self.row(), 0)
+        assert environment.step(self.action("down"))[0][0]["content"] == "'down' is no whole number."
+        assert environment.step(self.action("7"))[0][0]["content"] == "'7' is no action here."
+        assert environment.step(self.action(" 1\n")) == ([{"role": "user", "content": "4"}], 0.0, False)
+        environment.close()
+
+    def test_an_episode_is_played_with_it(self, echo: str) -> None:
+        found = play("gymnasium", params={"id": echo, "begin": "Listen."}, say=digits)
+        assert found.failure is None
+        assert len(found.turns) == 3
+        with pytest.raises(ValueError, match="action is 'words'"):
+            Gymnasium(echo, action="words")
+
+    def test_it_is_missed_before_anything_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "gymnasium", None)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        config = Config(rollout=RolloutConfig(environment="gymnasium", turns=TurnsConfig(max_tokens=64)))
+        assert "pip install 'exactrl[gymnasium]'" in " ".join(map(str, cross_check(config)))
 
 
 class TestTools:
