@@ -1,6 +1,7 @@
-"""Rewards that an environment or agent gives by turn: their source, and the tokens on which they lie.
+"""Where rewards lie that belong to turns and tokens: those of an environment or agent, and process rewards of functions.
 
 Episode.turns (each with its reward) --discounted along the tree--> PlacedReward at the last token of each turn
+ProcessReward (by turn and by token)                           ---> PlacedReward at those turns and tokens
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs.schema import RolloutConfig
-from rollout.types import Episode, PlacedReward, Turn, end_of
+from reward.outcomes import ProcessReward
+from rollout.types import Episode, PlacedReward, Turn
 
 
 @dataclass(frozen=True)
@@ -28,24 +30,52 @@ class EpisodeRewards:
             return None
         return cls("environment" if config.environment is not None else "agent", config.turns.discount)
 
-    def place(self, episode: Episode, own: float, others: float) -> tuple[PlacedReward, ...]:
-        """Where the parts of a reward lie: what a turn earned at its last token, the rest at the end of the last turn.
+    def place(self, episode: Episode, weight: float) -> tuple[PlacedReward, ...]:
+        """What each turn earned, at its last token.
 
         Args:
-            own: factor of what the turns earned.
-            others: the other sources' sum.
+            weight: factor of all of it.
         """
-        if not episode.turns:
-            return ()
         rewards = [turn.reward for turn in episode.turns]
         if self.discount is not None:
             rewards = discounted(episode.turns, self.discount)
-        placed = [
-            PlacedReward(row, position, own * rewards[turn])
+        return tuple(
+            PlacedReward(row, position, weight * rewards[turn])
             for row, one in enumerate(episode.rows)
             for turn, position in one.turn_ends
-        ]
-        return tuple(placed) + (end_of(episode, others) if others else ())
+        )
+
+
+def sampled_turns(episode: Episode) -> list[tuple[int, ...]]:
+    """The ids that the policy sampled in each turn; a plain response is one turn."""
+    return [turn.token_ids for turn in episode.turns] if episode.turns else [episode.response_ids]
+
+
+def process_places(episode: Episode, reward: ProcessReward, weight: float) -> tuple[PlacedReward, ...]:
+    """Where the parts of a process reward lie that belong to turns and tokens.
+
+    Args:
+        weight: factor of all of it.
+
+    Raises:
+        ValueError: a turn that the episode does not have, or another number of tokens.
+    """
+    turns = sampled_turns(episode)
+    ends = {turn: (row, at) for row, one in enumerate(episode.rows) for turn, at in one.turn_ends}
+    if not episode.turns and turns[0]:
+        ends = {0: (0, len(turns[0]) - 1)}
+    missing = [turn for turn, _ in reward.turns if turn not in ends]
+    if missing:
+        raise ValueError(f"it rewards turn {missing[0]}; the episode has the turns {', '.join(map(str, sorted(ends)))}")
+    sampled = sum(map(len, turns))
+    if reward.tokens and len(reward.tokens) != sampled:
+        raise ValueError(f"it has rewards for {len(reward.tokens)} tokens; {sampled} were sampled")
+    placed = [PlacedReward(*ends[turn], weight * value) for turn, value in reward.turns]
+    values = iter(reward.tokens)
+    for turn, tokens in enumerate(turns if reward.tokens else ()):
+        row, end = ends.get(turn, (0, 0))  # a turn without a token has no end
+        placed += [PlacedReward(row, end - len(tokens) + 1 + at, weight * next(values)) for at in range(len(tokens))]
+    return tuple(placed)
 
 
 def discounted(turns: Sequence[Turn], discount: float) -> list[float]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs.schema import RewardFunctionConfig
-from reward.outcomes import Outcome
+from reward.outcomes import Entry, Outcome, ProcessReward, checked
 from workers.launch.lifeline import exit_text, log_size, log_tail
 
 START_TIMEOUT_S = 120.0
@@ -174,10 +174,15 @@ class FunctionProcess:
         return Lost(kind, f"{text}\n{log_tail(self._log, start)}")
 
 
-def _entry(entry: Any) -> float | tuple[str, str]:
+def _entry(entry: Any) -> Entry:
     """A sample's part of an outcome as it came in."""
     if isinstance(entry, float) and math.isfinite(entry):
         return entry
+    if isinstance(entry, dict):
+        found = checked({**entry, "turns": dict(entry["turns"])})
+        if not isinstance(found, ProcessReward):
+            raise ValueError(str(found))
+        return found
     kind, message = entry
     return str(kind), str(message)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import pickle
@@ -162,7 +163,7 @@ class _Worker:
     def _tell(self, message: Any) -> None:
         if os.getpid() != self.pid:
             os._exit(0)  # a child that a function forked has returned from it; only the parent answers
-        self.stream.write(json.dumps(message).encode() + b"\n")
+        self.stream.write(json.dumps(message, default=dataclasses.asdict).encode() + b"\n")
         self.stream.flush()
 
     def _note_thread_error(self, info: threading.ExceptHookArgs) -> None:

@@ -8,15 +8,23 @@ A reward function is a plain Python function. Its parameters say what it wants t
     answer      the row's reference answer (None when the data has none)
     extra       the row's remaining columns, a dict
     messages    the conversation before the response, a list of dicts with role and content; for an episode of several turns all of it, tool calls included
+    response_token_ids    the sampled token ids, a list, the end-of-sequence token included; for several turns those of all turns, one after the other
+    turn_token_ids        the sampled token ids of each turn, a list of lists (a single one for a plain response)
 
 It may have further parameters of its own, which `params` of the config fill. It returns a finite number. For example:
 
     def shorter_is_better(response, limit=100):
         return 1.0 if len(response) <= limit else 0.0
 
-With the plural names (`prompts`, `responses`, `responses_with_special_tokens`, `answers`, `extras`, `conversations`) it gets the samples of
-the whole step as lists, in canonical order, in one call, and returns a list of numbers, one per sample. `async def` functions are awaited,
-several at a time.
+A *process reward* is a mapping instead of a number. What lies where counts for the advantages of `gae`; group estimators use the sum of the parts.
+
+    {"score": 1.0,                  at the end of the episode
+     "turns": {0: 0.5},             at the end of a turn, by its number
+     "tokens": [0.0, 0.1, ...]}     at each sampled token, in the order of `response_token_ids`
+
+With the plural names (`prompts`, `responses`, `responses_with_special_tokens`, `answers`, `extras`, `conversations`, `responses_token_ids`,
+`turns_token_ids`) it gets the samples of the whole step as lists, in canonical order, in one call, and returns a list of rewards, one per sample.
+`async def` functions are awaited, several at a time.
 
 Functions run in processes of their own (`reward/pool.py`). This file is imported there: keep it light.
 """
@@ -40,7 +48,10 @@ from reward.answers import accepted, expression, is_right
 LARGEST_REWARD = 3.4e38
 """Rewards are trained on in float32, where anything larger is infinite."""
 
-SINGLE = ("prompt", "response", "response_with_special_tokens", "answer", "extra", "messages")
+SINGLE = (
+    *("prompt", "response", "response_with_special_tokens", "answer", "extra", "messages"),
+    *("response_token_ids", "turn_token_ids"),
+)
 """Parameters of a function that scores one sample."""
 
 BATCHED = {
@@ -50,6 +61,8 @@ BATCHED = {
     "answers": "answer",
     "extras": "extra",
     "conversations": "messages",
+    "responses_token_ids": "response_token_ids",
+    "turns_token_ids": "turn_token_ids",
 }
 """Parameters of a function that scores all samples at once, each with the field that it lists."""
 
@@ -242,6 +255,7 @@ async def http(
     answer: Any,
     extra: Mapping[str, Any],
     messages: list[dict[str, Any]],
+    response_token_ids: list[int],
     *,
     url: str,
     headers: Mapping[str, str] | None = None,
@@ -249,8 +263,8 @@ async def http(
     backoff_s: float = 0.5,
     attempt_timeout_s: float = 5.0,
     score_key: str = "score",
-) -> float:
-    """The score from an HTTP service: a JSON POST of prompt, response, answer, extra and messages; the reply's `score_key` is the score.
+) -> Any:
+    """The score from an HTTP service: a JSON POST of prompt, response, answer, extra, messages and response_token_ids; the reply's `score_key` is the score.
 
     Args:
         url: address of the service.
@@ -258,7 +272,7 @@ async def http(
         attempts: most tries after connection errors, timeouts, status 429 and 5xx; the wait doubles from `backoff_s`.
         backoff_s: first wait between tries, seconds.
         attempt_timeout_s: limit of one try, seconds; the source's `timeout_s` bounds all of them.
-        score_key: field of the reply.
+        score_key: field of the reply: a number, or a process reward (its turns as keys are text in JSON, and are read as numbers).
 
     Raises:
         ConnectionError: no try succeeded.
@@ -267,6 +281,7 @@ async def http(
     import asyncio
 
     fields = {"prompt": prompt, "response": response, "answer": answer, "extra": extra, "messages": messages}
+    fields["response_token_ids"] = response_token_ids
     body = json.dumps(fields).encode()
     reply = await asyncio.to_thread(
         _post_with_retries, url, body, headers or {}, attempts, backoff_s, attempt_timeout_s

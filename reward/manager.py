@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import RewardConfig
-from reward.by_turn import EpisodeRewards
+from reward.by_turn import EpisodeRewards, process_places, sampled_turns
 from reward.functions import LARGEST_REWARD
 from reward.normalise import RunningNormaliser
+from reward.outcomes import ProcessReward
 from reward.pending import MODEL_SOURCE, PendingModelScores, PendingRewards, RewardError, sample_name
 from reward.pool import CallFailure, FunctionPool, FunctionSample, SourceResults
 from rollout.types import Episode, Score, end_of
@@ -110,7 +111,7 @@ class RewardManager:
         metrics = reward_metrics([source.name for source in self.sources], episodes, scores, results)
         if self.config.audit_rows:
             metrics["reward/audit_mismatches"] = float(len(audited))
-        return self._normalised(scores, metrics), metrics
+        return self._normalised(episodes, scores, metrics), metrics
 
     def evaluate(self, episodes: Sequence[Episode], pending: PendingRewards | None = None) -> list[Score]:
         """Scores for validation: as `score`, but raw (no normalisation), and without a change to the state of training."""
@@ -158,11 +159,15 @@ class RewardManager:
         pending.complete(episodes)
         results: SourceResults = {}
         if pending.model is not None:
-            results[MODEL_SOURCE] = pending.model.scores(episodes)
+            results[MODEL_SOURCE] = list(pending.model.scores(episodes))
         if pending.functions is not None:
-            results |= pending.functions.result()
+            results |= {
+                name: [_fitting(name, *pair) for pair in zip(entries, episodes, strict=True)]
+                for name, entries in pending.functions.result().items()
+            }
         if self._episodes is not None:
-            results[self._episodes.source] = [self._given(self._episodes.source, episode) for episode in episodes]
+            source = self._episodes.source
+            results |= {source: [self._given(source, episode) for episode in episodes]}
         return results
 
     def _given(self, source: str, episode: Episode) -> float | CallFailure:
@@ -199,7 +204,7 @@ class RewardManager:
         for name, values in first.items():
             for row, (one, other) in enumerate(zip(values, second[name], strict=True)):
                 # Failures are left to the error policy.
-                if isinstance(one, float) and isinstance(other, float) and one != other:
+                if not isinstance(one, CallFailure) and not isinstance(other, CallFailure) and one != other:
                     found.append(
                         f"reward source {name!r} gave sample {sample_name(episodes[row])} {one!r}, then {other!r}"
                     )
@@ -216,8 +221,9 @@ class RewardManager:
         """Error policy, weighted sum, and where its parts lie."""
         weights = {source.name: source.weight for source in self.sources}
         scores = [self._score_row(row, weights, results) for row in range(len(episodes))]
-        if self._episodes is not None:
-            scores = [self._placed(*pair, weights) for pair in zip(episodes, scores, strict=True)]
+        scores = [
+            self._placed(row, *pair, weights, results) for row, pair in enumerate(zip(episodes, scores, strict=True))
+        ]
         failures = _failures(results)
         failed = sum(score.error is not None for score in scores)
         if failed and self.config.on_error == "fail":
@@ -233,7 +239,7 @@ class RewardManager:
 
     def _score_row(self, row: int, weights: Mapping[str, float], results: SourceResults) -> Score:
         values = {name: entries[row] for name, entries in results.items()}
-        by_source = {name: value for name, value in values.items() if isinstance(value, float)}
+        by_source = {name: _total(value) for name, value in values.items() if not isinstance(value, CallFailure)}
         # A source of weight 0 is only logged: its failure changes no reward.
         failures = [v for name, v in values.items() if isinstance(v, CallFailure) and weights[name] != 0]
         total = _weighted_sum(by_source, weights)
@@ -246,26 +252,39 @@ class RewardManager:
             return Score(self.config.penalty, by_source, error=error)
         return Score(0.0, by_source, dropped=True, error=error)
 
-    def _placed(self, episode: Episode, score: Score, weights: Mapping[str, float]) -> Score:
-        assert self._episodes is not None
+    def _placed(
+        self, row: int, episode: Episode, score: Score, weights: Mapping[str, float], results: SourceResults
+    ) -> Score:
+        """The score with the places of its parts, where an environment, an agent or a process reward gives such; what has no place lies at the end."""
+        own = self._episodes
         if score.error is not None:
-            return replace(score, placed=end_of(episode, score.total))
-        own = self._episodes.source
-        others = _weighted_sum({name: value for name, value in score.by_source.items() if name != own}, weights)
-        return replace(score, placed=self._episodes.place(episode, weights[own], others))
+            return score if own is None else replace(score, placed=end_of(episode, score.total))
+        parts = {name: entries[row] for name, entries in results.items()}
+        processes = {
+            name: part for name, part in parts.items() if isinstance(part, ProcessReward) and weights[name] != 0
+        }
+        if own is None and not processes:
+            return score
+        placed = () if own is None else own.place(episode, weights[own.source])
+        for name, part in processes.items():
+            placed += process_places(episode, part, weights[name])
+        at_end = {name: value for name, value in score.by_source.items() if own is None or name != own.source}
+        at_end |= {name: part.score for name, part in processes.items()}
+        rest = _weighted_sum(at_end, weights)
+        return replace(score, placed=placed + (end_of(episode, rest) if rest else ()))
 
-    def _normalised(self, scores: list[Score], metrics: dict[str, float]) -> list[Score]:
+    def _normalised(self, episodes: Sequence[Episode], scores: list[Score], metrics: dict[str, float]) -> list[Score]:
         """Totals in running standard deviations. A penalty stays as it is and does not enter the statistics."""
         if self._normaliser is None:
             return scores
         self._normaliser.update([score.total for score in scores if score.error is None])
         metrics["reward/running_mean"], metrics["reward/running_std"] = self._normaliser.mean, self._normaliser.std
         made = []
-        for score in scores:
+        for episode, score in zip(episodes, scores, strict=True):
             if score.error is None:
                 placed = [part._replace(value=self._normaliser.scale(part.value)) for part in score.placed]
                 if placed:  # the mean is taken away at the end
-                    placed.append(placed[-1]._replace(value=self._normaliser.scale(-self._normaliser.mean)))
+                    placed += end_of(episode, self._normaliser.scale(-self._normaliser.mean))
                 score = Score(self._normaliser.apply(score.total), score.by_source, placed=tuple(placed))
             made.append(score)
         return made
@@ -320,6 +339,21 @@ def _sources(config: RewardConfig, episodes: EpisodeRewards | None) -> list[_Sou
     return sources
 
 
+def _total(entry: float | ProcessReward) -> float:
+    return entry.total if isinstance(entry, ProcessReward) else entry
+
+
+def _fitting(source: str, entry: Any, episode: Episode) -> Any:
+    """The entry, or a failure if it has a place that the episode does not have."""
+    if not isinstance(entry, ProcessReward):
+        return entry
+    try:
+        process_places(episode, entry, 1.0)
+    except ValueError as error:
+        return CallFailure(source, sample_name(episode), "place", str(error))
+    return entry
+
+
 def _weighted_sum(by_source: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """In the order of the sources, from left to right, in float64."""
     total = 0.0
@@ -332,7 +366,10 @@ def _weighted_sum(by_source: Mapping[str, float], weights: Mapping[str, float]) 
 def _function_sample(episode: Episode) -> FunctionSample:
     prompt = episode.prompt
     messages = [dict(message) for message in (episode.conversation if episode.turns else prompt.messages)]
-    return FunctionSample(sample_name(episode), prompt.text, episode.text, prompt.answer, prompt.extra, messages)
+    return FunctionSample(
+        *(sample_name(episode), prompt.text, episode.text, prompt.answer, prompt.extra, messages),
+        turn_token_ids=[list(turn) for turn in sampled_turns(episode)],
+    )
 
 
 def _failures(results: SourceResults) -> list[CallFailure]:

@@ -21,7 +21,7 @@ from configs.problems import UserError
 from configs.schema import RewardFunctionConfig
 from reward.function_process import FunctionProcess, Kind, Lost
 from reward.functions import BATCHED
-from reward.outcomes import Outcome
+from reward.outcomes import Entry, Outcome, ProcessReward
 
 PORTION = 64
 """Most calls that are sent to a process at once."""
@@ -44,8 +44,14 @@ class FunctionSample:
     answer: Any
     extra: Mapping[str, Any]
     messages: Sequence[Mapping[str, Any]]
+    turn_token_ids: Sequence[Sequence[int]] = ()
     response_with_special_tokens: str | None = None
     """Needed where `FunctionPool.wants` says so."""
+
+    @property
+    def response_token_ids(self) -> list[int]:
+        """Every sampled id, in order."""
+        return [token for turn in self.turn_token_ids for token in turn]
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class CallFailure:
         return f"reward source {self.source!r}, sample {self.sample}: {self.kind}: {self.message}"
 
 
-SourceResults = dict[str, list[float | CallFailure]]
+SourceResults = dict[str, list[float | ProcessReward | CallFailure]]
 """Per source, in the configured order: one entry per sample, in the samples' order."""
 
 
@@ -246,7 +252,7 @@ class _Job:
         self._functions = functions
         self._stop_at_failure = stop_at_failure
         self._lock = threading.Lock()
-        self._outcomes: list[list[float | tuple[str, str] | None]] = [[None] * len(samples) for _ in functions]
+        self._outcomes: list[list[Entry | None]] = [[None] * len(samples) for _ in functions]
         self._timeouts = [0] * len(functions)
         self._given_up: set[int] = set()
 
@@ -264,7 +270,7 @@ class _Job:
         with self._lock:
             for row, entry in zip(rows, outcome, strict=True):
                 self._outcomes[index][row] = entry
-            failures = [entry[0] for entry in outcome if not isinstance(entry, float)]
+            failures = [entry[0] for entry in outcome if isinstance(entry, tuple)]
             self._timeouts[index] = self._timeouts[index] + 1 if "timeout" in failures else 0
             if self._timeouts[index] == GIVE_UP_AFTER:
                 self._given_up.add(index)
@@ -275,7 +281,7 @@ class _Job:
         return {
             function.name: [
                 entry
-                if isinstance(entry, float)
+                if isinstance(entry, float | ProcessReward)
                 else CallFailure(function.name, sample.name, *(entry or self._why(index)))
                 for sample, entry in zip(self.samples, self._outcomes[index], strict=True)
             ]

@@ -96,6 +96,8 @@ def episode_record(episode: Episode, score: Score) -> dict[str, Any]:
         "logprobs": list(episode.logprobs),
         "weight_version": episode.weight_version,
     }
+    if score.placed:
+        record["placed_rewards"] = [list(part) for part in score.placed]
     if episode.turns or episode.failure:
         record |= {
             "messages": [dict(message) for message in episode.messages],

@@ -310,7 +310,10 @@ def service() -> Iterator[tuple[str, type[_Service]]]:
 
 
 class TestHttp:
-    FIELDS: dict[str, Any] = {"prompt": "p", "response": "r", "answer": "a", "extra": {"x": 1}, "messages": []}  # noqa: RUF012
+    FIELDS: dict[str, Any] = {  # noqa: RUF012
+        **{"prompt": "p", "response": "r", "answer": "a", "extra": {"x": 1}, "messages": []},
+        "response_token_ids": [3],
+    }
 
     def ask(self, url: str, **options: Any) -> Any:
         import asyncio

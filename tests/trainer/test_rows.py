@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema import AdvantageConfig, AlgorithmConfig, RewardConfig
+from configs.schema import AdvantageConfig, AlgorithmConfig, RewardConfig, RewardFunctionConfig
 from reward.by_turn import EpisodeRewards, discounted
 from reward.manager import RewardError, RewardManager
 from rollout.turns.conversation import rows_of
@@ -18,6 +18,7 @@ from trainer.algorithms.kl import penalised_rewards
 from trainer.algorithms.losses import policy_loss_from_config
 from trainer.experience import Experience, loss_totals
 from trainer.metrics import batch_metrics
+from trainer.record import episode_record
 from workers.models.batch import PolicyOutputs
 
 PROMPT = Prompt("rows/0", "rows", (7, 8), "", ({"role": "user", "content": "x"},))
@@ -68,7 +69,7 @@ def plain(sample: int) -> Episode:
 
 def experience(episodes: list[Episode], scores: list[Score] | None = None, multiple: int = 1) -> Experience:
     rewards = EpisodeRewards("environment")
-    made = scores or [Score(float(e.reward or 0.0), {}, placed=rewards.place(e, 1.0, 0.0)) for e in episodes]
+    made = scores or [Score(float(e.reward or 0.0), {}, placed=rewards.place(e, 1.0)) for e in episodes]
     return Experience.from_episodes(episodes, made, pad_id=0, multiple=multiple)
 
 
@@ -175,8 +176,8 @@ class TestDiscount:
         assert discounted(turns, 0.5)[0] == 1.0
 
     def test_without_one_rewards_stay(self) -> None:
-        placed = EpisodeRewards("agent").place(chain(0, 1.0, 2.0), 10.0, 0.5)
-        assert placed == (PlacedReward(0, 1, 10.0), PlacedReward(0, 4, 20.0), PlacedReward(0, 4, 0.5))
+        placed = EpisodeRewards("agent").place(chain(0, 1.0, 2.0), 10.0)
+        assert placed == (PlacedReward(0, 1, 10.0), PlacedReward(0, 4, 20.0))
 
 
 class TestManager:
@@ -207,3 +208,119 @@ class TestManager:
     def test_normalised_parts_add_up_to_the_normalised_total(self) -> None:
         for score in self.scored(chain(0, 0.25, 1.0), chain(1, 0.5), normalise=True):
             assert sum(part.value for part in score.placed) == pytest.approx(score.total, abs=1e-12)
+
+
+def respond(sample: int, *ids: int) -> Episode:
+    return replace(plain(sample), response_ids=ids, response_mask=(True,) * len(ids), logprobs=tuple(-0.5 for _ in ids))
+
+
+class TestProcessRewards:
+    """Rewards by position that functions return."""
+
+    def scored(
+        self, given: str, *episodes: Episode, episodes_of: EpisodeRewards | None = None, **config: Any
+    ) -> list[Score]:
+        function = RewardFunctionConfig(
+            name="f", function="tests.reward._functions:given", params={"what": given}, weight=config.pop("weight", 1.0)
+        )
+        manager = RewardManager(RewardConfig(functions=[function], **config), episodes=episodes_of)
+        try:
+            return manager.score(list(episodes))[0]
+        finally:
+            manager.close()
+
+    def test_parts_lie_at_their_tokens(self) -> None:
+        (score,) = self.scored("{'score': 1, 'tokens': [0, 0.5, 0.25, 0]}", respond(0, 4, 5, 6, 7), weight=2.0)
+        assert (score.total, score.by_source) == (3.5, {"f": 1.75})
+        made = experience([respond(0, 4, 5, 6, 7)], [score])
+        assert token_rewards(made).tolist() == [[0.0, 0.0, 0.0, 1.0, 0.5, 2.0]]
+
+    def test_gae_by_hand(self) -> None:
+        (score,) = self.scored("{'tokens': [0, 0.5, 0.25, 1]}", respond(0, 4, 5, 6, 7))
+        found = advantages(experience([respond(0, 4, 5, 6, 7)], [score]), "gae", gamma=1.0, lam=0.5)
+        # Values are 0: A_t = r_t + 0.5 * A_{t+1}.
+        assert found[0, 2:].tolist() == [0.4375, 0.875, 0.75, 1.0]
+
+    def test_the_same_total_at_the_end_gives_other_advantages(self) -> None:
+        (score,) = self.scored("1.75", respond(0, 4, 5, 6, 7))
+        assert score.placed == ()
+        found = advantages(experience([respond(0, 4, 5, 6, 7)], [score]), "gae", gamma=1.0, lam=0.5)
+        assert found[0, 2:].tolist() == [0.21875, 0.4375, 0.875, 1.75]
+
+    @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+    def test_group_estimators_use_the_sum(self, name: str) -> None:
+        episodes = [respond(0, 4, 5), respond(1, 6, 7)]
+        parts = self.scored("{'tokens': [float(ids[0] == 4), 0.5]}", *episodes)
+        sums = self.scored("float(ids[0] == 4) + 0.5", *episodes)
+        assert [score.total for score in parts] == [score.total for score in sums] == [1.5, 0.5]
+        assert torch.equal(advantages(experience(episodes, parts), name), advantages(experience(episodes, sums), name))
+
+    def test_one_sample_in_parts_and_one_without(self) -> None:
+        episodes = [respond(0, 4, 5), respond(1, 6, 7)]
+        scores = self.scored("{'tokens': [1, 0]} if ids[0] == 4 else 3", *episodes)
+        assert token_rewards(experience(episodes, scores)).tolist() == [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 3.0]]
+
+    def test_turns_and_the_tokens_of_all_turns(self) -> None:
+        (score,) = self.scored(
+            "{'turns': {'0': 3}, 'tokens': [10 * len(turns) + i for i in range(len(ids))]}", chain(0, 0.0, 0.0)
+        )
+        made = experience([chain(0, 0.0, 0.0)], [score])
+        assert token_rewards(made).tolist() == [[0.0, 0.0, 20.0, 24.0, 0.0, 22.0, 23.0]]
+
+    def test_a_fork_gets_its_part_in_its_own_row(self) -> None:
+        (score,) = self.scored("{'turns': {2: 3}, 'tokens': [1, 2, 3, 4, 5]}", forked(0, 0.0, 0.0, 0.0))
+        made = experience([forked(0, 0.0, 0.0, 0.0)], [score])
+        assert token_rewards(made).tolist() == [
+            [0.0, 0.0, 1.0, 2.0, 0.0, 3.0, 4.0],
+            [0.0, 0.0, 0.0, 8.0, 0.0, 0.0, 0.0],
+        ]
+
+    def test_beside_an_environment_s_rewards(self) -> None:
+        one = chain(0, 0.25, 1.0)
+        (score,) = self.scored("{'score': 8, 'turns': {0: 4}}", one, episodes_of=EpisodeRewards("environment"))
+        assert (score.total, score.by_source) == (13.25, {"f": 12.0, "environment": 1.25})
+        assert token_rewards(experience([one], [score])).tolist() == [[0.0, 0.0, 0.0, 4.25, 0.0, 0.0, 9.0]]
+
+    def test_normalised_parts_add_up(self) -> None:
+        episodes = [respond(0, 4, 5), respond(1, 6, 7)]
+        for score in self.scored("{'turns': {0: 1}, 'tokens': [ids[0], 0.5]}", *episodes, normalise=True):
+            assert sum(part.value for part in score.placed) == pytest.approx(score.total, abs=1e-12)
+            assert score.placed[-1].position == 1
+
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            ("{'tokens': [1]}", "place: it has rewards for 1 tokens; 2 were sampled"),
+            ("{'turns': {1: 2}}", "place: it rewards turn 1; the episode has the turns 0"),
+            ("{'tokens': [0, float('nan')]}", r"tokens\[1\]: returned nan"),
+            ("{'score': True, 'turns': {0: 'x'}}", r"turns\[0\]: returned 'x'"),
+            ("{'turns': {True: 1}}", "the turn True"),
+            ("{'turns': {0: 1, '0': 2}}", "each once"),
+            ("{'turns': [1]}", "it must be a mapping"),
+            ("{'tokens': 1}", "it must be a list"),
+            ("{'points': 1}", r"a mapping with 'points' \(str\); the entries of a reward are score, turns, tokens"),
+            ("{}", "a mapping without an entry"),
+            ("{'score': 3e38, 'tokens': [3e38, 0]}", "infinite in float32"),
+        ],
+    )
+    def test_what_has_no_place_is_refused_by_sample(self, given: str, words: str) -> None:
+        with pytest.raises(RewardError, match=f"(?s)'f', sample rows/0 .*{words}"):
+            self.scored(given, plain(0))
+        (score, _) = self.scored(f"{given} if turns == [[1, 2]] else 1.0", plain(0), respond(1, 3), on_error="drop")
+        assert score.dropped
+
+    def test_an_audit_sees_moved_parts(self) -> None:
+        with pytest.raises(RewardError, match="was scored differently"):
+            self.scored("{'tokens': [calls, -calls]}", plain(0), audit_rows=1, full_determinism=True)
+
+    def test_all_samples_in_one_call(self) -> None:
+        function = RewardFunctionConfig(name="f", function="tests.reward._functions:first_tokens")
+        manager = RewardManager(RewardConfig(functions=[function]))
+        scores = manager.score([respond(0, 4, 5), respond(1, 6)])[0]
+        manager.close()
+        assert [score.total for score in scores] == [4.0, 6.0]
+        assert [score.placed for score in scores] == [((0, 0, 4.0), (0, 1, 0.0)), ((0, 0, 6.0),)]
+
+    def test_they_are_in_the_record(self) -> None:
+        (score,) = self.scored("{'tokens': [1, 0.5]}", plain(0))
+        assert episode_record(plain(0), score)["placed_rewards"] == [[0, 0, 1.0], [0, 1, 0.5]]
