@@ -15,7 +15,7 @@ from configs.contract import contract_check, contract_warnings, force
 from configs.engine_args import engine_args_problems, vllm_arguments
 from configs.problems import ConfigError, Problem
 from configs.roles import fsdp_of_roles, needs, needs_reference, samplings
-from configs.schema import Config, DataSourceConfig, SamplingConfig, TurnsConfig
+from configs.schema import Config, DataSourceConfig, JudgeConfig, SamplingConfig, TurnsConfig
 from configs.user_code import UserCodeError, is_reference, load_reference
 
 LABEL = re.compile(r"[A-Za-z0-9_.-]+")
@@ -417,16 +417,22 @@ def _reward(config: Config) -> Iterator[Problem]:
     reward = config.reward
     names = [function.name for function in reward.functions]
     yield from _labels("reward.functions", names)
-    owners = {"model": "the reward model", "environment": "rollout.environment", "agent": "rollout.agent"}
+    owners = {
+        "model": "the reward model",
+        "judge": "reward.judge",
+        "environment": "rollout.environment",
+        "agent": "rollout.agent",
+    }
     for name in sorted(set(names) & owners.keys()):
         yield Problem("reward.functions", f"the name {name!r} belongs to {owners[name]}", "choose another name")
     weights = [function.weight for function in reward.functions] + ([reward.model.weight] if reward.model.path else [])
+    weights += [reward.judge.weight] if reward.judge.path else []
     weights += [reward.episode_weight] if several_turns(config) else []
     if not weights:
         yield Problem(
             "reward",
             "there is no source of rewards",
-            "set reward.model.path, list a function in reward.functions, or set rollout.environment or rollout.agent",
+            "set reward.model.path or reward.judge.path, list a function in reward.functions, or set rollout.environment or rollout.agent",
         )
     elif not any(weights):
         yield Problem("reward", "every source has weight 0, so there is nothing to learn", "give one a weight")
@@ -436,12 +442,54 @@ def _reward(config: Config) -> Iterator[Problem]:
             f"{config.algorithm.advantage.name} subtracts the greedy response's reward, which is not normalised",
             "set it to false",
         )
-    judges = [*names, *(["model"] if reward.model.path else []), "total"]
-    if config.trainer.eval_source is not None and config.trainer.eval_source not in judges:
+    yield from _judge(config)
+    served = [name for name in ("model", "judge") if getattr(reward, name).path]
+    sources = [*names, *served, "total"]
+    if config.trainer.eval_source is not None and config.trainer.eval_source not in sources:
         yield Problem(
             "trainer.eval_source",
             f"{config.trainer.eval_source!r} is not a source of rewards",
-            f"take {', '.join(judges)}, or null",
+            f"take {', '.join(sources)}, or null",
+        )
+
+
+def _judge(config: Config) -> Iterator[Problem]:
+    judge = config.reward.judge
+    if judge.path is None:
+        for name, default in vars(JudgeConfig()).items():
+            if getattr(judge, name) != default:
+                yield Problem(f"reward.judge.{name}", "has no effect: there is no judge", "set reward.judge.path")
+        return
+    known = ("prompt", "response", "answer", "conversation")
+    named = re.findall(r"{([A-Za-z_]+)}", judge.prompt)
+    for name in sorted(set(named) - set(known)):
+        yield Problem(
+            "reward.judge.prompt", f"names {{{name}}}, which nothing fills", f"it may name {', '.join(known)}"
+        )
+    if not {"response", "conversation"} & set(named):
+        yield Problem(
+            "reward.judge.prompt",
+            "names neither {response} nor {conversation}, so the judge would not see what it judges",
+            "name one",
+        )
+    sampling = judge.sampling
+    if sampling.temperature == 0 and sampling.n > 1:
+        yield Problem(
+            "reward.judge.sampling.n",
+            f"{sampling.n} greedy judgements would be copies",
+            "set a temperature above 0, or 1",
+        )
+    if sampling.seed is not None:
+        yield Problem(
+            "reward.judge.sampling.seed",
+            "every judgement would have this seed",
+            "leave it out: each gets one of its own",
+        )
+    if config.rollout.max_num_batched_tokens < judge.max_num_seqs:
+        yield Problem(
+            "reward.judge.max_num_seqs",
+            f"{judge.max_num_seqs} is above rollout.max_num_batched_tokens {config.rollout.max_num_batched_tokens}",
+            "every running sequence needs one token of an engine step",
         )
 
 

@@ -398,13 +398,57 @@ class RewardModelConfig:
 
 
 @dataclass
+class JudgeConfig:
+    """A judge: a generative model that is asked what an episode is worth. A function reads the score from what it writes."""
+
+    path: str | None = None
+    """Checkpoint directory or recipe; null asks nobody."""
+    tokenizer: str | None = None
+    """The judge's own tokenizer; null takes the checkpoint's. It needs a chat template."""
+    weight: Float = 1.0
+    """Factor in the sum of rewards."""
+    prompt: str = (
+        "Question:\n{prompt}\n\nAnswer:\n{response}\n\nHow good is the answer, from 0 to 10? End with: Score: N"
+    )
+    """What the judge is asked, as a user's message. It may name `{prompt}`, `{response}`, `{answer}` (the row's reference) and `{conversation}`
+    (all messages with their roles, tool calls included)."""
+    system_prompt: str | None = None
+    """A system message before it."""
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    """How the judge is sampled. `n` judgements are averaged."""
+    parser: Literal["score_in_text"] | OwnFunction = "score_in_text"
+    """Reads the score: `score_in_text`, or `path/to/file.py:function` of your own. It is called as a reward function is, with the judge's text as
+    `response`. What it can't read is an error (`reward.on_error`)."""
+    parser_params: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of every call: `pattern`, `lowest` and `highest` of `score_in_text`."""
+    parser_timeout_s: PositiveFloat = 10.0
+    """Time limit of one call."""
+    replicas: PositiveInt = 1
+    """Engines, each a process of its own."""
+    max_num_seqs: PositiveInt = 64
+    """Judgements that run at once on an engine."""
+    max_model_len: PositiveInt | None = None
+    """Context; null takes the rollout's, and room for the prompt and for the answer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute type: float32 or bfloat16."""
+    kv_cache_mib: PositiveInt = 64
+    """KV cache on CPU, in MiB."""
+    gpu_memory_utilization: ShareAboveZero = 0.2
+    """Share of a GPU's memory."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Longest engine start before the run fails with the engine's log."""
+
+
+@dataclass
 class RewardFunctionConfig:
     """One reward function."""
 
     name: str = MISSING_PATH
     """Label in metrics; unique among the reward sources (`model` is the label of the reward model)."""
-    function: Literal["exact_match", "math_verify", "reasoning_gym", "http"] | OwnFunction = "exact_match"
-    """`exact_match`, `math_verify`, `reasoning_gym`, `http`, or `package.module:function` / `path/to/file.py:function`."""
+    function: Literal["exact_match", "math_verify", "reasoning_gym", "http", "score_in_text"] | OwnFunction = (
+        "exact_match"
+    )
+    """`exact_match`, `math_verify`, `reasoning_gym`, `http`, `score_in_text`, or `package.module:function` / `path/to/file.py:function`."""
     weight: Float = 1.0
     """Factor in the sum of rewards; 0 logs the score without training on it."""
     params: dict[str, Any] = field(default_factory=dict)
@@ -423,6 +467,8 @@ class RewardConfig:
     """Follows the root switch."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """The served reward model."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """A generative reward model."""
     episode_weight: Float = 1.0
     """Factor of what an environment or agent gives (`rollout.environment`, `rollout.agent`) in the sum of rewards."""
     functions: list[RewardFunctionConfig] = field(default_factory=list)

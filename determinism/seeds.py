@@ -106,6 +106,17 @@ def environment_seed(*, run_seed: int, split: str, step: int, prompt_id: str) ->
     return derive_seed(run_seed, "environment", split, step, prompt_id)
 
 
+def judge_seed(*, episode_seed: int, prompt_id: str, sample: int, judgement: int) -> int:
+    """The seed of one judgement of an episode: an int in [0, 2**63).
+
+    Args:
+        episode_seed: of the episode's first request; run seed, split and step are in it.
+        prompt_id, sample: as in `request_seed`; they keep judgements apart where a request brought a seed of its own.
+        judgement: number among the episode's judgements.
+    """
+    return derive_seed(episode_seed, "judge", prompt_id, sample, judgement)
+
+
 def torch_generator(seed: int) -> torch.Generator:
     """A CPU generator of its own, seeded; torch's global generator is neither read nor moved.
 

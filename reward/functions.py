@@ -35,6 +35,7 @@ import functools
 import importlib
 import inspect
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -291,11 +292,43 @@ async def http(
     return reply[score_key]
 
 
+def score_in_text(
+    response: str,
+    *,
+    pattern: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)",
+    lowest: float | None = None,
+    highest: float | None = None,
+) -> float:
+    """The number that a text gives as its score: what the only group of `pattern` holds where it matches last.
+
+    It reads what a judge wrote (`reward.judge.parser`).
+
+    Args:
+        response: text.
+        pattern: regular expression with one group.
+        lowest, highest: the score must lie between these.
+
+    Raises:
+        ValueError: no match, no number, or a score outside of the limits.
+    """
+    compiled = re.compile(pattern)
+    if compiled.groups != 1:
+        raise ValueError(f"the pattern {pattern!r} has {compiled.groups} groups; it needs one, around the score")
+    found = compiled.findall(response)
+    if not found:
+        raise ValueError(f"nothing in the text matches {pattern!r}")
+    score = float(found[-1])
+    if (lowest is not None and score < lowest) or (highest is not None and score > highest):
+        raise ValueError(f"the score {score:g} is not between {lowest} and {highest}")
+    return score
+
+
 BUILT_IN: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "math_verify": math_verify,
     "reasoning_gym": reasoning_gym,
     "http": http,
+    "score_in_text": score_in_text,
 }
 """Built-in functions, which the config names without a module."""
 

@@ -1,9 +1,9 @@
 """Scores episodes: the reward model and the functions at the same time, then one weighted sum per sample.
 
     episodes --> functions in the pool (main process)  --+
-             --> reward model's replicas               --+--> by source --> error policy --> sum --> [normalise] --> Score
+             --> reward model, judge                   --+--> by source --> error policy --> sum --> [normalise] --> Score
 
-Sources are added in a fixed order (the reward model, then the functions as configured). A source that fails on a sample never counts as
+Sources are added in a fixed order (the reward model, the judge, then the functions as configured). A source that fails on a sample never counts as
 a reward of 0: `reward.on_error` decides what happens, and the failure is named. NaN and infinity are failures too.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 from configs.schema import RewardConfig
 from reward.by_turn import EpisodeRewards, process_places, sampled_turns
 from reward.functions import LARGEST_REWARD
+from reward.judge import JUDGE_SOURCE, JudgeModel
 from reward.normalise import RunningNormaliser
 from reward.outcomes import ProcessReward
 from reward.pending import MODEL_SOURCE, PendingModelScores, PendingRewards, RewardError, sample_name
@@ -48,6 +49,7 @@ class RewardManager:
         model_group: reward engines; needed when `config.model.path` is set.
         tokenizer: the reward model's.
         log_dir: for the functions' output; None discards it.
+        judge: the judge; needed when `config.judge.path` is set.
         model_context: most tokens that the reward model takes; the sample of a longer conversation fails.
         decode_all: response ids to text, special tokens included; for functions that ask for it.
         episodes: how the rewards count that environments or agents give; None for plain responses.
@@ -63,6 +65,7 @@ class RewardManager:
         model_group: WorkerGroup | None = None,
         tokenizer: Any = None,
         log_dir: Path | None = None,
+        judge: JudgeModel | None = None,
         model_context: int | None = None,
         decode_all: Callable[[Sequence[int]], str] | None = None,
         episodes: EpisodeRewards | None = None,
@@ -73,6 +76,9 @@ class RewardManager:
         self.sources = _sources(config, episodes)
         if config.model.path is not None and (model_group is None or tokenizer is None):
             raise RewardError("reward.model.path is set, but no reward engines or no tokenizer of theirs were given")
+        if config.judge.path is not None and judge is None:
+            raise RewardError("reward.judge.path is set, but no judge was given")
+        self._judge = judge if config.judge.path is not None else None
         self._model_group = model_group if config.model.path is not None else None
         self._tokenizer = tokenizer
         self._model_context = model_context
@@ -86,7 +92,8 @@ class RewardManager:
         model = None
         if self._model_group is not None:
             model = PendingModelScores(self._model_group, self._tokenizer, self.config.model, self._model_context)
-        return PendingRewards(model, self._submit if self._pool is not None else None)
+        judge = None if self._judge is None else self._judge.begin()
+        return PendingRewards(model, self._submit if self._pool is not None else None, judge)
 
     def score(
         self, episodes: Sequence[Episode], pending: PendingRewards | None = None, *, all_may_drop: bool = False
@@ -118,6 +125,11 @@ class RewardManager:
         return self._combine(episodes, self._results(episodes, pending))
 
     @property
+    def judge(self) -> JudgeModel | None:
+        """The judge, if there is one."""
+        return self._judge
+
+    @property
     def model_group(self) -> WorkerGroup | None:
         """The reward engines; None when no reward model is served."""
         return self._model_group
@@ -130,11 +142,15 @@ class RewardManager:
         """
         if self._pool is not None:
             self._pool.start()
+        if self._judge is not None:
+            self._judge.start()
 
     def close(self) -> None:
         """End the functions' processes; safe to call twice."""
         if self._pool is not None:
             self._pool.close()
+        if self._judge is not None:
+            self._judge.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: plain values."""
@@ -160,6 +176,8 @@ class RewardManager:
         results: SourceResults = {}
         if pending.model is not None:
             results[MODEL_SOURCE] = list(pending.model.scores(episodes))
+        if pending.judge is not None:
+            results[JUDGE_SOURCE] = list(pending.judge.scores(episodes, [_function_sample(e) for e in episodes]))
         if pending.functions is not None:
             results |= {
                 name: [_fitting(name, *pair) for pair in zip(entries, episodes, strict=True)]
@@ -326,11 +344,14 @@ def _summary(prefix: str, values: Sequence[float]) -> dict[str, float]:
 
 def _sources(config: RewardConfig, episodes: EpisodeRewards | None) -> list[_Source]:
     sources = [_Source(MODEL_SOURCE, config.model.weight)] if config.model.path is not None else []
+    sources += [_Source(JUDGE_SOURCE, config.judge.weight)] if config.judge.path is not None else []
     sources += [_Source(function.name, function.weight) for function in config.functions]
     sources += [_Source(episodes.source, config.episode_weight)] if episodes is not None else []
     names = [source.name for source in sources]
     if not sources:
-        raise RewardError("no reward: set reward.model.path, or name functions in reward.functions")
+        raise RewardError(
+            "no reward: set reward.model.path or reward.judge.path, or name functions in reward.functions"
+        )
     for name in names:
         if names.count(name) > 1:
             raise RewardError(f"{names.count(name)} reward sources have the name {name!r}; each needs its own")

@@ -23,6 +23,7 @@ from workers.launch.group import WorkerGroup
 
 if TYPE_CHECKING:
     from configs.schema import RewardModelConfig
+    from reward.judge import PendingJudgements
 
 MODEL_SOURCE = "model"
 """Name of the reward model among the sources."""
@@ -39,13 +40,18 @@ class PendingRewards:
 
     Args:
         model: the reward model's part; None when none is served.
+        judge: the judge's part; None without one.
         submit: starts the functions on whole batches; None where there are none.
     """
 
     def __init__(
-        self, model: PendingModelScores | None, submit: Callable[[Sequence[Episode]], Future[SourceResults]] | None
+        self,
+        model: PendingModelScores | None,
+        submit: Callable[[Sequence[Episode]], Future[SourceResults]] | None,
+        judge: PendingJudgements | None = None,
     ) -> None:
         self.model = model
+        self.judge = judge
         self.functions: Future[SourceResults] | None = None
         self._submit = submit
 
@@ -53,6 +59,8 @@ class PendingRewards:
         """Take an episode that has finished while others are still being sampled. Not to be called from two threads at once."""
         if self.model is not None:
             self.model.add(episode)
+        if self.judge is not None:
+            self.judge.add(episode)
 
     def complete(self, episodes: Sequence[Episode]) -> None:
         """Say that the batch consists of these episodes, in canonical order: every source starts. Safe to call twice."""

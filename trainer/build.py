@@ -20,6 +20,7 @@ from determinism.environment import check_facts, facts
 from determinism.ledger import Ledger
 from determinism.manifest import write_manifest
 from reward.by_turn import EpisodeRewards
+from reward.judge import JudgeModel, judge_rollout
 from reward.manager import RewardManager
 from rollout.engines import RolloutEngines, engine_class
 from rollout.episodes import Rollout
@@ -31,7 +32,7 @@ from trainer.claim import check_restored, commit
 from trainer.data.sampler import PromptSampler
 from trainer.engine_check import EngineCheck, check_engines
 from trainer.input_digests import input_digests
-from trainer.inputs import Inputs, policy_codec, reward_tokenizer
+from trainer.inputs import Inputs, judge_context, judge_tokenizer, policy_codec, reward_tokenizer
 from trainer.judge import Judge
 from trainer.ppo import PPO, Parts
 from trainer.record import Record
@@ -76,26 +77,37 @@ def _shared_settings(config: Config, device: str) -> dict[str, Any]:
     }
 
 
-def engine_groups(
-    config: Config, launcher: Launcher, inputs: Inputs, device: str
-) -> tuple[WorkerGroup, WorkerGroup | None]:
-    """Rollout engines, and reward engines when a reward model is set."""
+def engine_groups(config: Config, launcher: Launcher, inputs: Inputs, device: str) -> dict[str, WorkerGroup]:
+    """Engines by name: `rollout`, `reward` when a reward model is set, and `judge` when there is one."""
     from reward.model import RewardModelEngine
 
-    rollout = launcher.engine_group(
-        "rollout",
-        rollout_engine(config, inputs.context, device),
-        config.rollout.replicas,
-        start_timeout_s=config.rollout.start_timeout_s,
-        gpus=config.rollout.tensor_parallel_size,
-    )
-    reward = config.reward.model
-    if reward.path is None:
-        return rollout, None
-    context = reward.max_model_len or inputs.context
-    shared = _shared_settings(config, device)
-    scoring = functools.partial(RewardModelEngine, reward.path, config=reward, max_model_len=context, **shared)
-    return rollout, launcher.engine_group("reward", scoring, reward.replicas, start_timeout_s=reward.start_timeout_s)
+    groups = {
+        "rollout": launcher.engine_group(
+            "rollout",
+            rollout_engine(config, inputs.context, device),
+            config.rollout.replicas,
+            start_timeout_s=config.rollout.start_timeout_s,
+            gpus=config.rollout.tensor_parallel_size,
+        )
+    }
+    shared, reward, judge = _shared_settings(config, device), config.reward.model, config.reward.judge
+    if reward.path is not None:
+        context = reward.max_model_len or inputs.context
+        scoring = functools.partial(RewardModelEngine, reward.path, config=reward, max_model_len=context, **shared)
+        groups["reward"] = launcher.engine_group(
+            "reward", scoring, reward.replicas, start_timeout_s=reward.start_timeout_s
+        )
+    if judge.path is not None:
+        judging = functools.partial(
+            engine_class("vllm"),
+            judge.path,
+            config=judge_rollout(config),
+            max_model_len=judge_context(config, inputs.context),
+            tokenizer=judge.tokenizer,
+            **shared,
+        )
+        groups["judge"] = launcher.engine_group("judge", judging, judge.replicas, start_timeout_s=judge.start_timeout_s)
+    return groups
 
 
 def total_steps(config: Config, sampler: PromptSampler) -> int:
@@ -124,20 +136,28 @@ class Engines:
         if self.rollout.hosts is not None:
             self.rollout.hosts.open()
         if config.full_determinism and config.determinism.engine_check:
-            return check_engines(config, self.groups["rollout"], self.groups.get("reward"), inputs.context)
+            return check_engines(config, self.groups, inputs.context)
         return None
 
 
 def start_engines(config: Config, launcher: Launcher, run: RunDirectory, inputs: Inputs, stack: ExitStack) -> Engines:
     """Start the engines (the launcher ends them) and the reward functions' processes (`stack` ends them). They are still starting when this returns."""
     device = resolve_device(config.launcher.device)
-    rollout_group, reward_group = engine_groups(config, launcher, inputs, device)
-    groups = {"rollout": rollout_group}
-    if reward_group is not None:
-        groups["reward"] = reward_group
+    groups = engine_groups(config, launcher, inputs, device)
+    judge = None
+    if "judge" in groups:
+        judge = JudgeModel(
+            RolloutEngines(groups["judge"]),
+            judge_tokenizer(config),
+            config.reward.judge,
+            context=judge_context(config, inputs.context),
+            log_dir=run.logs / "judge",
+            derive_seeds=seeds_are_derived(config.rollout),
+        )
     reward = RewardManager(
         config.reward,
-        model_group=reward_group,
+        model_group=groups.get("reward"),
+        judge=judge,
         tokenizer=reward_tokenizer(config),
         log_dir=run.logs,
         model_context=config.reward.model.max_model_len or inputs.context,
@@ -145,7 +165,7 @@ def start_engines(config: Config, launcher: Launcher, run: RunDirectory, inputs:
         episodes=EpisodeRewards.of(config.rollout),
     )
     stack.callback(reward.close)
-    rollout_engines = RolloutEngines(rollout_group, keep_groups=config.rollout.serialize_group_samples)
+    rollout_engines = RolloutEngines(groups["rollout"], keep_groups=config.rollout.serialize_group_samples)
     hosts = None
     if several_turns(config):
         groups["sessions"] = session_group(config, launcher, inputs)

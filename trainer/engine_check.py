@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ WAY_OUT = (
 
 class EngineCheckError(UserError, RuntimeError):
     """Engines that full determinism can't rely on: an answer depends on the other requests, or on which replica was asked."""
+
+
+ROLES = {"rollout": "rollout", "reward": "reward.model", "judge": "reward.judge"}
+"""The groups of engines, and where their settings are."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class EngineCheck:
     """A check that passed, for the log and the manifest."""
 
     requests: int
-    """Different requests of the rollout engines."""
+    """Different requests of the rollout engines and of the judge's."""
     scores: int
     """Different inputs of the reward engines; 0 without a reward model."""
     seconds: float
@@ -82,31 +86,35 @@ class EngineCheck:
         return asdict(self)
 
 
-def check_engines(config: Config, rollout: WorkerGroup, reward: WorkerGroup | None, context: int) -> EngineCheck:
+def check_engines(config: Config, groups: Mapping[str, WorkerGroup], context: int) -> EngineCheck:
     """The short check at the start of a run.
 
     Args:
         config: with paths resolved to directories.
-        rollout, reward: the engines, started.
+        groups: the engines, started: `rollout`, and `reward` and `judge` where there are such.
         context: tokens of the rollout engines' context.
 
     Raises:
         EngineCheckError: names the engines, the first differing request and token, and the ways out.
     """
-    for group in filter(None, (rollout, reward)):
+    served = {name: group for name, group in groups.items() if name in ROLES}
+    for group in served.values():
         group.ready()  # engines may still be starting; that wait does not count as time of the check
     start = time.perf_counter()
-    requests = burst(vocabulary(config.model.path), context, SHORT)
-    found = first_difference(rollout_trials(rollout, requests, short_plans(len(requests))))
-    if found is not None:
-        raise EngineCheckError(refusal(config, "rollout", found))
-    inputs: list[list[int]] = []
-    if reward is not None and config.reward.model.path is not None:
-        inputs = conversations(config, context, SHORT)
-        found = first_difference(reward_trials(reward, inputs, order_plans(len(inputs))))
+    asked = scored = 0
+    for role, group in served.items():
+        if role == "reward":
+            inputs = conversations(config, context, SHORT)
+            trials, scored = reward_trials(group, inputs, order_plans(len(inputs))), len(inputs)
+        else:
+            model = config.model.path if role == "rollout" else str(config.reward.judge.path)
+            limit = min(context, config.reward.judge.max_model_len or context) if role == "judge" else context
+            requests = burst(vocabulary(model), limit, SHORT)
+            trials, asked = rollout_trials(group, requests, short_plans(len(requests))), asked + len(requests)
+        found = first_difference(trials)
         if found is not None:
-            raise EngineCheckError(refusal(config, "reward", found))
-    check = EngineCheck(len(requests), len(inputs), time.perf_counter() - start)
+            raise EngineCheckError(refusal(config, role, found))
+    check = EngineCheck(asked, scored, time.perf_counter() - start)
     logger.info(
         "engine check: %d requests and %d scores have the same bits in other batches, other orders, cold and warm, on every replica "
         "(%.2f s)",
@@ -128,10 +136,10 @@ def refusal(config: Config, role: str, found: Difference) -> str:
 
 def engine_settings(config: Config, role: str) -> str:
     """The settings that decide the bits of an engine, in the form of a command line."""
-    dtype = config.rollout.dtype if role == "rollout" else config.reward.model.dtype
-    key = "rollout.dtype" if role == "rollout" else "reward.model.dtype"
-    extra = config.rollout.engine_args if role == "rollout" else config.reward.model.engine_args
-    parts = [f"{key}={dtype}", f"determinism.cpu_linear={config.determinism.cpu_linear}"]
+    key = ROLES[role]
+    settings: Any = {"rollout": config.rollout, "reward": config.reward.model, "judge": config.reward.judge}[role]
+    extra = getattr(settings, "engine_args", {})
+    parts = [f"{key}.dtype={settings.dtype}", f"determinism.cpu_linear={config.determinism.cpu_linear}"]
     parts.append(f"determinism.threads={config.determinism.threads}")
     parts += [f"engine_args.{name}={extra[name]}" for name in sorted(extra)]
     return ", ".join(parts)

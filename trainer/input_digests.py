@@ -23,6 +23,7 @@ SETTINGS = {
     "model/critic": "critic.path",
     "model/ref": "ref.path",
     "model/reward": "reward.model.path",
+    "model/judge": "reward.judge.path",
 }
 """Name of each digest -> the setting that chooses what is read."""
 
@@ -37,6 +38,8 @@ def input_digests(
             models[f"model/{role}"] = path
     if config.reward.model.path is not None:
         models["model/reward"] = config.reward.model.path
+    if config.reward.judge.path is not None:
+        models["model/judge"] = config.reward.judge.path
     prompts = {"data/train": data_digest(train), "data/validation": data_digest(validation)}
     return prompts | {name: model_digest(path) for name, path in models.items()}
 

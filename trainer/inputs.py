@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from configs.checks import rollout_context
@@ -11,6 +13,7 @@ from configs.problems import UserError
 from configs.roles import roles_needed
 from configs.schema import Config
 from reward.answers import check_answers
+from reward.judge import check_judge, judge_tokens
 from reward.model import check_plain_text, check_reward_model
 from rollout.sampling import find_eos_token_ids
 from rollout.turns.agent import check_agent
@@ -61,11 +64,16 @@ def resolve_paths(config: Config) -> Config:
         path=optional("reward.model.path", config.reward.model.path),
         tokenizer=optional("reward.model.tokenizer", config.reward.model.tokenizer),
     )
+    judge = replace(
+        config.reward.judge,
+        path=optional("reward.judge.path", config.reward.judge.path),
+        tokenizer=optional("reward.judge.tokenizer", config.reward.judge.tokenizer),
+    )
     roles = roles_needed(config)
     return replace(
         config,
         model=model,
-        reward=replace(config.reward, model=reward_model),
+        reward=replace(config.reward, model=reward_model, judge=judge),
         critic=replace(
             config.critic, path=path_of("critic.path", config.critic.path) if "critic" in roles else config.critic.path
         ),
@@ -148,6 +156,34 @@ def check_models(config: Config, training: bool) -> None:
     if config.reward.model.path is not None:
         check("reward.model.dtype", check_dtype, config.reward.model.dtype, device)
         check_reward_model(config.reward.model.path)
+    judge = config.reward.judge
+    if judge.path is not None:
+        check("reward.judge.dtype", check_dtype, judge.dtype, device)
+        check("reward.judge.path", check_judge, judge.path)
+        check("reward.judge.tokenizer", judge_tokens, judge.prompt, judge_tokenizer(config), judge)
+
+
+def judge_tokenizer(config: Config) -> Any:
+    """The judge's own tokenizer; None without a judge."""
+    judge = config.reward.judge
+    if judge.path is None:
+        return None
+    tokenizer = load_tokenizer(judge.tokenizer or judge.path, None, config.model.trust_remote_code)
+    return fix_date(tokenizer, config.data.template_date)
+
+
+def judge_context(config: Config, context: int) -> int:
+    """Tokens of the judge's context: `reward.judge.max_model_len`, or the rollout's with room for the judge's prompt and answer.
+
+    Args:
+        context: the rollout's.
+    """
+    judge = config.reward.judge
+    if judge.max_model_len is not None:
+        return judge.max_model_len
+    wanted = len(judge_tokens(judge.prompt, judge_tokenizer(config), judge)) + context + judge.sampling.max_new_tokens
+    settings = json.loads((Path(str(judge.path)) / "config.json").read_text(encoding="utf-8"))
+    return min(wanted, int(settings.get("max_position_embeddings") or wanted))
 
 
 def reward_tokenizer(config: Config) -> Any:

@@ -88,6 +88,7 @@ def session(config: Config, training: bool = True) -> Iterator[Session]:
 
 def _checked(config: Config, training: bool) -> tuple[Config, RunDirectory, Inputs]:
     """The config with its paths, the run directory and the inputs; everything has been checked."""
+    from reward.judge import functions_of
     from reward.pool import check_functions
     from trainer.data.templates import earlier_date, settle_date
     from trainer.inputs import load_inputs, resolve_paths
@@ -100,7 +101,7 @@ def _checked(config: Config, training: bool) -> tuple[Config, RunDirectory, Inpu
     config = settle_date(config, earlier_date(run_directory.config) if config.run.resume != "never" else None)
     with ThreadPoolExecutor(1) as aside:
         # It runs in a process of its own anyway, so it need not wait for the data.
-        functions = aside.submit(check_functions, config.reward.functions)
+        functions = aside.submit(check_functions, functions_of(config.reward))
         inputs = load_inputs(config, training)
         functions.result()
     return config, run_directory, inputs

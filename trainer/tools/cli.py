@@ -292,6 +292,9 @@ def what_would_start(config: Config) -> list[str]:
     ]
     if model.path is not None:
         lines.append(f"reward model: {model.replicas} engine(s) of {model.path}")
+    judge = config.reward.judge
+    if judge.path is not None:
+        lines.append(f"judge: {judge.replicas} engine(s) of {judge.path}, {judge.sampling.n} judgement(s) a sample")
     if config.reward.functions:
         names = ", ".join(f"{function.name} ({function.function})" for function in config.reward.functions)
         lines.append(f"reward functions: {names} in {config.reward.function_workers} process(es)")
@@ -318,6 +321,8 @@ def missing_files(config: Config) -> list[Problem]:
         ("ref.path", config.ref.path if "ref" in roles else None),
         ("reward.model.path", config.reward.model.path),
         ("reward.model.tokenizer", config.reward.model.tokenizer),
+        ("reward.judge.path", config.reward.judge.path),
+        ("reward.judge.tokenizer", config.reward.judge.tokenizer),
     ]
     problems = {}
     for key, path in paths:
@@ -332,6 +337,9 @@ def missing_files(config: Config) -> list[Problem]:
         file = file_of(function.function)
         if file is not None and not file.is_file():
             problems[f"function{i}"] = Problem(f"reward.functions.{i}.function", f"there is no file {str(file)!r}")
+    parser = file_of(config.reward.judge.parser)
+    if parser is not None and not parser.is_file():
+        problems["parser"] = Problem("reward.judge.parser", f"there is no file {str(parser)!r}")
     return list(problems.values())
 
 

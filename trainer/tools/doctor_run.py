@@ -66,6 +66,8 @@ def examine(ppo: PPO) -> list[Finding]:
     findings = [_timed(lambda: weights_round_trip(ppo)), _timed(lambda: rollout_batches(ppo))]
     if ppo.config.reward.model.path is not None:
         findings.append(_timed(lambda: reward_batches(ppo)))
+    if ppo.config.reward.judge.path is not None:
+        findings.append(_timed(lambda: judge_batches(ppo)))
     findings.append(_timed(lambda: train_infer_gap(ppo)))
     return findings
 
@@ -97,6 +99,18 @@ def reward_batches(ppo: PPO) -> Finding:
     trials = check.reward_trials(group, inputs, check.order_plans(len(inputs)))
     what = f"{len(inputs)} conversations, {len(trials)} ways on {group.size} reward engine(s): orders, one at a time"
     return _compared("D3", what, trials, ppo.config, "reward")
+
+
+def judge_batches(ppo: PPO) -> Finding:
+    """The burst in other batches and orders on the judge's engines."""
+    from trainer import engine_check as check
+
+    group, judge = ppo.parts.groups["judge"], ppo.config.reward.judge
+    context = min(_context(ppo), judge.max_model_len or _context(ppo))
+    requests = check.burst(check.vocabulary(str(judge.path)), context, check.THOROUGH)
+    trials = check.rollout_trials(group, requests, check.batch_plans(len(requests)))
+    what = f"{len(requests)} requests, {len(trials)} ways on {group.size} engine(s) of the judge: batches, orders"
+    return _compared("D3", what, trials, ppo.config, "judge")
 
 
 def weights_round_trip(ppo: PPO) -> Finding:

@@ -154,6 +154,9 @@ def _rewards(config: Config) -> str:
     ]
     if config.reward.model.path is not None:
         names.insert(0, f"reward model `{Path(config.reward.model.path).name}` (weight {config.reward.model.weight:g})")
+    judge = config.reward.judge
+    if judge.path is not None:
+        names.append(f"judge `{Path(judge.path).name}` (weight {judge.weight:g})")
     return ", ".join(names)
 
 

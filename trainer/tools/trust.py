@@ -60,6 +60,7 @@ def code_named_by(config: Config) -> list[str]:
     rollout = config.rollout
     references += [
         ("rollout.environment", rollout.environment or ""),
+        ("reward.judge.parser", config.reward.judge.parser),
         ("rollout.turns.tool_parser", rollout.turns.tool_parser or ""),
     ]
     lines = [f"{key}={value}" for key, value in references if is_reference(value)]

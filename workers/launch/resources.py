@@ -4,7 +4,7 @@ A run is laid out in *slots*. A slot is a place for one trainer rank and one rep
 (ranks compute while engines are idle, and the other way round), so they share the slot's CPUs and its GPU on purpose. The need is
 therefore the *largest* of the groups, not their sum: two ranks, two rollout engines and a reward engine run on two cores.
 
-    slots = max(ranks, rollout replicas x GPUs of a replica, reward replicas)
+    slots = max(ranks, rollout replicas x GPUs of a replica, reward replicas, judge replicas)
     CPUs  = slots x determinism.threads          GPUs = slots on CUDA, 0 on CPU
 
 On one GPU the memory is shared by setting `gpu_memory_utilization` of the engines. (The GPU accounting has not been verified on a
@@ -79,9 +79,12 @@ def needs_of(config: Config, device: str) -> Needs:
         reason += f" x rollout.tensor_parallel_size={per_replica}"
     if reward:
         reason += f", reward.model.replicas={reward}"
+    judge = config.reward.judge.replicas if config.reward.judge.path else 0
+    if judge:
+        reason += f", reward.judge.replicas={judge}"
     threads = config.determinism.threads
     return Needs(
-        slots=max(ranks, rollout, reward),
+        slots=max(ranks, rollout, reward, judge),
         threads=threads,
         gpus_per_slot=1 if device == "cuda" else 0,
         reason=f"the largest of {reason}; determinism.threads={threads} each",

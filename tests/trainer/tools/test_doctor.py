@@ -68,15 +68,14 @@ def config_for(policy: str, reward: str | None = None) -> Config:
 def test_engines_under_full_determinism_pass(lab, policy, tmp_path_factory):
     path = tmp_path_factory.mktemp("check_reward")
     engine_lab.make_reward(path)
-    check = check_engines(
-        config_for(policy[0], str(path)), LabGroup(lab, policy[0]), LabGroup(lab, str(path), max_num_seqs=1), CONTEXT
-    )
+    groups = {"rollout": LabGroup(lab, policy[0]), "reward": LabGroup(lab, str(path), max_num_seqs=1)}
+    check = check_engines(config_for(policy[0], str(path)), groups, CONTEXT)
     assert (check.requests, check.scores) == (SHORT.requests, SHORT.scores)
 
 
 def test_engines_with_vllms_own_linear_are_refused_and_the_first_difference_is_named(stock_lab, policy):
     try:
-        check_engines(config_for(policy[0]), LabGroup(stock_lab, policy[0]), None, CONTEXT)
+        check_engines(config_for(policy[0]), {"rollout": LabGroup(stock_lab, policy[0])}, CONTEXT)
     except EngineCheckError as error:
         refused = error
     else:
