@@ -9,6 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from configs.algorithms import WITHOUT_DUAL_CLIP
 from configs.contract import contract_check, contract_warnings, force
@@ -52,7 +53,7 @@ def cross_check(config: Config) -> list[Problem]:
     unloadable = list(_functions(config))
     if unloadable:  # the other checks ask the estimator what it needs
         return unloadable
-    checks = (_batch, _data, _sampling, _context, _turns, _algorithm, _reward, _engines, _devices)
+    checks = (_batch, _data, _sampling, _context, _turns, _servers, _algorithm, _reward, _engines, _devices)
     problems = [problem for check in checks for problem in check(config)]
     return problems + contract_check(config)
 
@@ -221,7 +222,7 @@ def _agent(config: Config, agent: str) -> Iterator[Problem]:
                 f"has no effect: rollout.agent={agent} takes no parameters",
                 "leave it out; a program's arguments belong into its command",
             )
-    if proxy.host not in ("127.0.0.1", "localhost", "::1") and proxy.admin_key_env is None:
+    if proxy.host not in LOOPBACK and proxy.admin_key_env is None:
         yield Problem(
             "rollout.proxy.host",
             f"{proxy.host} can be reached from other machines, and nothing keeps them from starting episodes",
@@ -239,6 +240,49 @@ def _agent(config: Config, agent: str) -> Iterator[Problem]:
             f"{proxy.processes} processes from port {proxy.port} on end beyond 65535",
             "take a lower one",
         )
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def _servers(config: Config) -> Iterator[Problem]:
+    """Rollout engines that are servers."""
+    rollout = config.rollout
+    if rollout.engine == "vllm":
+        for name in ("urls", "weights_dir"):
+            if getattr(rollout, name):
+                yield Problem(
+                    f"rollout.{name}", "has no effect with rollout.engine=vllm", "set rollout.engine=vllm_server"
+                )
+        return
+    if not rollout.urls:
+        return
+    if len(rollout.urls) != rollout.replicas:
+        yield Problem(
+            "rollout.urls",
+            f"has {len(rollout.urls)} addresses for rollout.replicas={rollout.replicas}",
+            f"each replica is one server: set rollout.replicas={len(rollout.urls)}",
+        )
+    for i, url in enumerate(rollout.urls):
+        key = f"rollout.urls.{i}"
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+            yield Problem(key, f"{url!r} is no server's address", "write it as http://127.0.0.1:8001")
+        elif rollout.urls.index(url) != i:
+            yield Problem(key, f"{url} is listed twice", "each replica needs a server of its own")
+        elif parts.hostname not in LOOPBACK and rollout.weights_dir is None:
+            yield Problem(
+                "rollout.weights_dir",
+                f"is null, and the server at {url} is on another machine, so it could not read new weights",
+                "name a folder that this run and the servers see",
+            )
+    for name in ("engine_args", "tensor_parallel_size"):
+        if getattr(rollout, name) not in ({}, 1):
+            yield Problem(
+                f"rollout.{name}",
+                "has no effect on servers that are running already",
+                "leave it out here; `exactrl serve` takes it",
+            )
 
 
 # --- data and sampling ---------------------------------------------------------------------------------------------

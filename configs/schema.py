@@ -312,10 +312,14 @@ class ProxyConfig:
 
 @dataclass
 class RolloutConfig:
-    """The rollout engines (vLLM)."""
+    """The rollout engines."""
 
-    engine: Literal["vllm"] = "vllm"
-    """The engine behind the rollouts, by name: `vllm`; see rollout/engines.py."""
+    engine: Literal["vllm", "vllm_server"] = "vllm"
+    """The engine behind the rollouts: `vllm` (in the worker's own process) or `vllm_server` (vLLM behind HTTP); see docs/servers.md."""
+    urls: list[str] = field(default_factory=list)
+    """Addresses of running servers, one a replica; empty has the run start its own."""
+    weights_dir: str | None = None
+    """Folder through which servers are given new weights; this run and the servers must see it. Null takes the folder for temporary files, which is enough on one machine."""
     seed: Seed = "${seed}"  # type: ignore[assignment]
     """Run seed from which each request's seed is derived (`determinism/seeds.py`)."""
     full_determinism: Bool = "${full_determinism}"  # type: ignore[assignment]

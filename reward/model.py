@@ -242,7 +242,7 @@ class RewardModelEngine:
 
     def facts(self) -> dict[str, Any]:
         """Versions, threads, kernels and limits in force in this process."""
-        return engine_facts(self._engine, self._device, role="reward")
+        return engine_facts(self._engine.vllm_config, self._device, role="reward")
 
     def close(self) -> None:
         """Shut the core down; safe to call twice."""

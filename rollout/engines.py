@@ -21,8 +21,11 @@ from workers.launch.transport import Blob
 if TYPE_CHECKING:
     from torch import Tensor
 
-ENGINES = {"vllm": "rollout.vllm_engine:VLLMEngine"}
-"""Name (`rollout.engine`) -> module and class. The class is built with the arguments of `VLLMEngine`."""
+ENGINES = {
+    "vllm": "rollout.vllm_engine:VLLMEngine",
+    "vllm_server": "rollout.servers.vllm_server:VLLMServerEngine",
+}
+"""Name (`rollout.engine`) -> module and class. The class is built with the arguments of `VLLMEngine`, one that joins a running server with its `url` too."""
 
 
 class RolloutEngine(Protocol):

@@ -8,7 +8,6 @@ The log-probabilities are those of the distribution that was sampled: penalties,
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Mapping
 from functools import partial
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.checks import MIN_TEMPERATURE
+from rollout.generations import checked_generation
 from rollout.sampling import check_request, seeds_are_derived
 from rollout.types import Generation, GenerationRequest, Sampling
 from rollout.weights import check_weights, checkpoint_shapes
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from configs.schema import RolloutConfig
-
-
-class NonFiniteLogprobError(RuntimeError):
-    """A sampled token has no finite log-probability; names the request."""
 
 
 class VLLMEngine:
@@ -71,10 +67,10 @@ class VLLMEngine:
         self._dtype = config.dtype
         self._max_model_len = max_model_len
         self._shapes = checkpoint_shapes(model_path)
-        self._has_tokenizer = _has_tokenizer(tokenizer or model_path)
+        self._has_tokenizer = has_tokenizer(tokenizer or model_path)
         arguments = common_arguments(
             model_path, config=config, max_model_len=max_model_len, full_determinism=full_determinism, device=device
-        ) | _rollout_arguments(config, device)
+        ) | rollout_arguments(config, device)
         arguments |= {
             "tokenizer": tokenizer,
             "skip_tokenizer_init": not self._has_tokenizer,
@@ -126,7 +122,7 @@ class VLLMEngine:
 
     def facts(self) -> dict[str, Any]:
         """Versions, threads, kernels and limits in force in this process."""
-        return engine_facts(self._engine, self._device, role="rollout", weight_version=self._version)
+        return engine_facts(self._engine.vllm_config, self._device, role="rollout", weight_version=self._version)
 
     def close(self) -> None:
         """Shut the core down; safe to call twice."""
@@ -154,63 +150,56 @@ class VLLMEngine:
         from vllm import SamplingParams
 
         if sampling not in self._makers:
-            self._makers[sampling] = partial(SamplingParams, **self._explicit(sampling))
+            own = {"flat_logprobs": True, "output_kind": _final_only(), "skip_clone": True}
+            self._makers[sampling] = partial(SamplingParams, **vllm_sampling(sampling, self._has_tokenizer), **own)
         return self._makers[sampling](seed=seed)
-
-    def _explicit(self, sampling: Sampling) -> dict[str, Any]:
-        """vLLM's keyword arguments, every one with a value, so that no default of vLLM or of the model has an effect."""
-        if 0 < sampling.temperature < MIN_TEMPERATURE:
-            raise ValueError(
-                f"temperature {sampling.temperature}: vLLM would sample at {MIN_TEMPERATURE}; use 0 (greedy) or at least that"
-            )
-        if sampling.stop and not self._has_tokenizer:
-            raise ValueError(
-                f"stop texts {list(sampling.stop)} need a tokenizer, and the engine was started without one"
-            )
-        return {
-            "n": 1,
-            "max_tokens": sampling.max_new_tokens,
-            "min_tokens": 0,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "stop": list(sampling.stop),
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": sampling.ignore_eos,
-            "logprobs": 0,
-            "flat_logprobs": True,
-            "detokenize": bool(sampling.stop),
-            "output_kind": _final_only(),
-            "skip_clone": True,
-        }
 
     def _generation(self, request: GenerationRequest, output: Any) -> Generation:
         (completion,) = output.outputs
-        if completion.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"{request.key}: the engine ended the request with {completion.finish_reason!r}")
         # `logprobs=0` gives exactly the sampled token's entry at each position.
-        logprobs = tuple(completion.logprobs.logprobs)
-        wrong = next((i for i, value in enumerate(logprobs) if not math.isfinite(value)), None)
-        if wrong is not None:
-            raise NonFiniteLogprobError(
-                f"{request.key}: the engine gave token {wrong} of the response (id {completion.token_ids[wrong]}) the "
-                f"log-probability {logprobs[wrong]} under weights {self._version}: the model's weights or activations are not finite "
-                f"(seed {request.seed}, prompt of {len(request.prompt_token_ids)} tokens, dtype {self._dtype})"
-            )
-        return Generation(
-            key=request.key,
-            token_ids=tuple(completion.token_ids),
-            logprobs=logprobs,
-            finish_reason=completion.finish_reason,
-            weight_version=self._version,
+        return checked_generation(
+            request,
+            completion.token_ids,
+            completion.logprobs.logprobs,
+            completion.finish_reason,
+            version=self._version,
+            dtype=self._dtype,
         )
 
 
-def _rollout_arguments(config: RolloutConfig, device: str) -> dict[str, Any]:
+def vllm_sampling(sampling: Sampling, has_tokenizer: bool) -> dict[str, Any]:
+    """vLLM's keyword arguments, every one with a value, so that no default of vLLM or of the model has an effect.
+
+    Raises:
+        ValueError: a temperature that vLLM would raise, or stop texts without a tokenizer.
+    """
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
+        raise ValueError(
+            f"temperature {sampling.temperature}: vLLM would sample at {MIN_TEMPERATURE}; use 0 (greedy) or at least that"
+        )
+    if sampling.stop and not has_tokenizer:
+        raise ValueError(f"stop texts {list(sampling.stop)} need a tokenizer, and the engine was started without one")
+    return {
+        "n": 1,
+        "max_tokens": sampling.max_new_tokens,
+        "min_tokens": 0,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop),
+    }
+
+
+def rollout_arguments(config: RolloutConfig, device: str) -> dict[str, Any]:
+    """vLLM's arguments of a rollout engine, beside those of every engine (`workers.vllm_process.common_arguments`)."""
     arguments = {
         "runner": "generate",
         "max_num_seqs": config.max_num_seqs,
@@ -236,6 +225,7 @@ def _final_only() -> Any:
     return RequestOutputKind.FINAL_ONLY
 
 
-def _has_tokenizer(directory: str | Path) -> bool:
+def has_tokenizer(directory: str | Path) -> bool:
+    """Whether a directory holds a tokenizer."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     return any((Path(directory) / name).is_file() for name in names)

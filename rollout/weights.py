@@ -5,6 +5,7 @@ vLLM only warns about a missing tensor and then computes with a mixture of two v
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,11 @@ def checkpoint_shapes(directory: str | Path) -> Shapes:
         for head in TIED_HEADS:
             shapes.pop(head, None)
     return shapes
+
+
+def architecture_digest(directory: str | Path) -> str:
+    """Digest of a model's `config.json`; two directories with the same one hold the same architecture."""
+    return hashlib.sha256((Path(directory) / "config.json").read_bytes()).hexdigest()
 
 
 def check_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:

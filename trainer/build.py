@@ -54,19 +54,30 @@ def trainer_group(config: Config, launcher: Launcher, roles: list[str]) -> Worke
     return launcher.trainer_group(functools.partial(TrainerWorker, config, roles), config.launcher.num_ranks)
 
 
-def rollout_engine(config: Config, context: int, device: str) -> WorkerFactory:
-    """The factory of a rollout engine, to be called in its process; `context` as in `Inputs`."""
+def rollout_engine(config: Config, context: int, device: str, **more: str) -> WorkerFactory:
+    """The factory of a rollout engine, to be called in its process; `context` as in `Inputs`.
+
+    Args:
+        more: `url` of a running server.
+    """
     return functools.partial(
         engine_class(config.rollout.engine),
         config.model.path,
         config=config.rollout,
         max_model_len=context,
         tokenizer=config.model.tokenizer,
-        **_shared_settings(config, device),
+        **shared_settings(config, device),
+        **more,
     )
 
 
-def _shared_settings(config: Config, device: str) -> dict[str, Any]:
+def rollout_engines(config: Config, context: int, device: str) -> WorkerFactory | list[WorkerFactory]:
+    """The factory of all rollout engines, or one for each where they join running servers."""
+    joined = [rollout_engine(config, context, device, url=url) for url in config.rollout.urls]
+    return joined or rollout_engine(config, context, device)
+
+
+def shared_settings(config: Config, device: str) -> dict[str, Any]:
     """Settings that every engine is given."""
     return {
         "full_determinism": config.full_determinism,
@@ -84,13 +95,13 @@ def engine_groups(config: Config, launcher: Launcher, inputs: Inputs, device: st
     groups = {
         "rollout": launcher.engine_group(
             "rollout",
-            rollout_engine(config, inputs.context, device),
+            rollout_engines(config, inputs.context, device),
             config.rollout.replicas,
             start_timeout_s=config.rollout.start_timeout_s,
             gpus=config.rollout.tensor_parallel_size,
         )
     }
-    shared, reward, judge = _shared_settings(config, device), config.reward.model, config.reward.judge
+    shared, reward, judge = shared_settings(config, device), config.reward.model, config.reward.judge
     if reward.path is not None:
         context = reward.max_model_len or inputs.context
         scoring = functools.partial(RewardModelEngine, reward.path, config=reward, max_model_len=context, **shared)

@@ -172,13 +172,13 @@ class RunningRequests:
         return [(int(output.request_id), output) for output in self._engine.step() if output.finished]
 
 
-def engine_facts(engine: Any, device: str, **more: Any) -> dict[str, Any]:
+def engine_facts(config: Any, device: str, **more: Any) -> dict[str, Any]:
     """What is in force in this engine's process, read back: `determinism.environment.facts`, and under `engine` vLLM's side.
 
     Args:
+        config: vLLM's own (`vllm_config`).
         more: further entries of `engine`.
     """
-    config = engine.vllm_config
     kernels = cpu_kernels.installed() if device == "cpu" else None
     return {
         **facts(),

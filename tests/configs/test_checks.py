@@ -13,6 +13,7 @@ from configs.roles import needs, roles_needed
 from configs.validate import type_at
 
 MICRO = "experiment=micro"
+SERVED = "rollout.engine=vllm_server"
 
 
 def keys(*overrides: str) -> list[str]:
@@ -309,3 +310,26 @@ def test_agents_that_cannot_be_played_or_reached_are_named(overrides: list[str],
 @pytest.mark.parametrize("agent", ["a.py:run", "program:python a.py", "remote"])
 def test_the_three_kinds_of_agents_are_fine(agent: str):
     assert keys("rollout.turns.max_tokens=64", f"rollout.agent='{agent}'") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["rollout.urls=[http://127.0.0.1:1]"], "rollout.urls"),
+        (["rollout.weights_dir=/tmp"], "rollout.weights_dir"),
+        ([SERVED, "rollout.replicas=2", "rollout.urls=[http://127.0.0.1:1]"], "rollout.urls"),
+        ([SERVED, "rollout.urls=[127.0.0.1:1]"], "rollout.urls.0"),
+        (
+            [SERVED, "rollout.replicas=2", "rollout.urls=[http://h:1,http://h:1]", "rollout.weights_dir=/tmp"],
+            "rollout.urls.1",
+        ),
+        ([SERVED, "rollout.urls=[http://10.0.0.2:1]"], "rollout.weights_dir"),
+        ([SERVED, "rollout.urls=[http://127.0.0.1:1]", "+rollout.engine_args.max_logprobs=3"], "rollout.engine_args"),
+        (
+            [SERVED, "rollout.urls=[http://127.0.0.1:1]", "rollout.tensor_parallel_size=2"],
+            "rollout.tensor_parallel_size",
+        ),
+    ],
+)
+def test_servers_that_cannot_be_used_are_named(overrides: list[str], key: str):
+    assert keys(*overrides) == [key]

@@ -62,6 +62,12 @@ def test_after_a_kill_the_run_goes_on_with_the_same_bits(tries: Path, tmp_path: 
     runs.assert_same(tries, run)
 
 
+def test_servers_as_engines_change_nothing(tries: Path, tmp_path: Path) -> None:
+    settings = ("rollout.engine=vllm_server", "rollout.replicas=2")
+    other = runs.train(tmp_path / "other", *TURNS, *settings, launcher="python")
+    runs.assert_same(tries, other)
+
+
 CLOCK = """
 import time
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from configs.schema import SamplingConfig
+from rollout.generations import NonFiniteLogprobError
 from rollout.sampling import check_request, find_eos_token_ids, sampling_from_config
 from rollout.types import GenerationRequest, SampleKey, Sampling
-from rollout.vllm_engine import NonFiniteLogprobError, VLLMEngine
+from rollout.vllm_engine import VLLMEngine
 from rollout.weights import check_weights, checkpoint_shapes
 from tests.engine_lab import burst, make_policy, make_tokenizer
 from workers.launch.group import WorkerError

@@ -90,6 +90,7 @@ def available_commands() -> dict[str, Command]:
             "run up to one step of a run again and check it against its ledger", "trainer.tools.replay"
         ),
         "eval": _forwarded("evaluate a model on the validation sources", "trainer.tools.evaluate"),
+        "serve": _forwarded("a rollout server for runs that name it", "trainer.tools.serve"),
         "export": _forwarded("a trained model as a Hugging Face folder", "trainer.tools.export"),
         "build": Command("build the small models that recipes name", "trainer.tiny", build),
     }

@@ -82,11 +82,18 @@ class Launcher(ABC):
         """Where the replicas of an engine live; on CUDA each has `gpus` GPUs."""
 
     def engine_group(
-        self, name: str, factory: WorkerFactory, replicas: int, *, start_timeout_s: float = 300.0, gpus: int = 1
+        self,
+        name: str,
+        factory: WorkerFactory | Sequence[WorkerFactory],
+        replicas: int,
+        *,
+        start_timeout_s: float = 300.0,
+        gpus: int = 1,
     ) -> WorkerGroup:
         """Engines, each a process of its own. They are still starting when this returns; the first use waits for them.
 
         Args:
+            factory: of every replica, or one for each.
             gpus: GPUs that one replica sees (its tensor-parallel size); not used on CPU.
         """
         return self._start(name, factory, self.engine_places(name, replicas, gpus), start_timeout_s)
@@ -108,10 +115,17 @@ class Launcher(ABC):
             group.close()
         self._exit_stack.close()
 
-    def _start(self, name: str, factory: WorkerFactory, places: Sequence[Place], start_timeout_s: float) -> WorkerGroup:
+    def _start(
+        self,
+        name: str,
+        factory: WorkerFactory | Sequence[WorkerFactory],
+        places: Sequence[Place],
+        start_timeout_s: float,
+    ) -> WorkerGroup:
         """Start a process in each place. A factory that can't be pickled raises before anything is started."""
-        blob, lines = Blob(factory), []
-        for number, place in enumerate(places):
+        blobs = [Blob(factory)] * len(places) if callable(factory) else [Blob(own) for own in factory]
+        lines = []
+        for number, (place, blob) in enumerate(zip(places, blobs, strict=True)):
             label = f"{name}-{number}"
             line = self._board.expect(Line(label, functools.partial(place.host.describe_end, label), start_timeout_s))
             line.build(blob)

@@ -1,0 +1,1 @@
+"""Rollout engines that are HTTP servers."""
