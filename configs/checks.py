@@ -255,7 +255,21 @@ def _servers(config: Config) -> Iterator[Problem]:
                     f"rollout.{name}", "has no effect with rollout.engine=vllm", "set rollout.engine=vllm_server"
                 )
         return
+    if rollout.engine == "sglang_server":
+        for key, sampling in samplings(config):
+            if sampling.ignore_eos and sampling.stop_token_ids:
+                yield Problem(
+                    f"{key}.stop_token_ids",
+                    f"is {list(sampling.stop_token_ids)}, which SGLang ignores with ignore_eos",
+                    "leave one of the two out",
+                )
     if not rollout.urls:
+        if rollout.engine == "sglang_server":
+            yield Problem(
+                "rollout.urls",
+                "is empty, and a run starts no server of SGLang",
+                "start one (docs/servers.md) and name its address",
+            )
         return
     if len(rollout.urls) != rollout.replicas:
         yield Problem(
@@ -281,7 +295,7 @@ def _servers(config: Config) -> Iterator[Problem]:
             yield Problem(
                 f"rollout.{name}",
                 "has no effect on servers that are running already",
-                "leave it out here; `exactrl serve` takes it",
+                "leave it out here and give it to the server (`exactrl serve` takes it)",
             )
 
 

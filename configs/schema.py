@@ -314,10 +314,10 @@ class ProxyConfig:
 class RolloutConfig:
     """The rollout engines."""
 
-    engine: Literal["vllm", "vllm_server"] = "vllm"
-    """The engine behind the rollouts: `vllm` (in the worker's own process) or `vllm_server` (vLLM behind HTTP); see docs/servers.md."""
+    engine: Literal["vllm", "vllm_server", "sglang_server"] = "vllm"
+    """The engine behind the rollouts: `vllm` (in the worker's own process), `vllm_server` (vLLM behind HTTP) or `sglang_server` (SGLang, running already); see docs/servers.md."""
     urls: list[str] = field(default_factory=list)
-    """Addresses of running servers, one a replica; empty has the run start its own."""
+    """Addresses of running servers, one a replica; empty has the run start its own (of vLLM)."""
     weights_dir: str | None = None
     """Folder through which servers are given new weights; this run and the servers must see it. Null takes the folder for temporary files, which is enough on one machine."""
     seed: Seed = "${seed}"  # type: ignore[assignment]

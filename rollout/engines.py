@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 ENGINES = {
     "vllm": "rollout.vllm_engine:VLLMEngine",
     "vllm_server": "rollout.servers.vllm_server:VLLMServerEngine",
+    "sglang_server": "rollout.servers.sglang_server:SGLangServerEngine",
 }
 """Name (`rollout.engine`) -> module and class. The class is built with the arguments of `VLLMEngine`, one that joins a running server with its `url` too."""
 
@@ -66,7 +67,7 @@ class RolloutEngine(Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """The settings in force in this process, as read back from it, for the run's manifest."""
+        """The settings in force in this process, as read back from it, for the run's manifest. Texts under `engine`, `warnings` are shown to the person."""
         ...
 
     def close(self) -> None:

@@ -305,6 +305,9 @@ def check_processes(config: Config, groups: Mapping[str, WorkerGroup]) -> dict[s
         EnvironmentNotPinned: a process does not have what full determinism asked for; names it.
     """
     named = {f"{name}/{i}": found for name, group in groups.items() for i, found in enumerate(group.run("facts"))}
+    for name, found in named.items():
+        for text in found.get("engine", {}).get("warnings", ()):
+            logger.warning("%s: %s", name, text)
     named["driver"] = facts()
     if config.full_determinism:
         for name, found in named.items():

@@ -319,6 +319,16 @@ def test_the_three_kinds_of_agents_are_fine(agent: str):
         (["rollout.weights_dir=/tmp"], "rollout.weights_dir"),
         ([SERVED, "rollout.replicas=2", "rollout.urls=[http://127.0.0.1:1]"], "rollout.urls"),
         ([SERVED, "rollout.urls=[127.0.0.1:1]"], "rollout.urls.0"),
+        (["rollout.engine=sglang_server"], "rollout.urls"),
+        (
+            [
+                "rollout.engine=sglang_server",
+                "rollout.urls=[http://127.0.0.1:1]",
+                "rollout.sampling.ignore_eos=true",
+                "rollout.sampling.stop_token_ids=[3]",
+            ],
+            "rollout.sampling.stop_token_ids",
+        ),
         (
             [SERVED, "rollout.replicas=2", "rollout.urls=[http://h:1,http://h:1]", "rollout.weights_dir=/tmp"],
             "rollout.urls.1",
