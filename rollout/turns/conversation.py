@@ -139,6 +139,7 @@ class Conversation:
         self._codec = codec
         self._turns: list[RecordedTurn] = []
         self._said = Said()
+        self._walked: tuple[list[Message], list[Said]] = [], []
         self._before: dict[str, str] = {}
         self._first = None if first is None else (chain_digest("", first[0]), first[1])
         self.forks = 0
@@ -149,15 +150,12 @@ class Conversation:
 
         Of identical siblings, which differ in nothing that a message shows, the first is taken.
         """
-        found, start = None, 0
-        node: Said | None = self._said
-        for position, message in enumerate(messages):
-            node = node.after(message) if node is not None else None
-            if node is None:
-                break
-            if node.turns and node.turns[0].tools == tools:
-                found, start = node.turns[0], position + 1
-        return found, tuple(messages[start:])
+        path = self._walk(messages)
+        for position in range(len(path), 0, -1):
+            turns = path[position - 1].turns
+            if turns and turns[0].tools == tools:
+                return turns[0], tuple(messages[position:])
+        return None, tuple(messages)
 
     def prompt(
         self, parent: RecordedTurn | None, added: Sequence[Message], tools: Tools
@@ -234,6 +232,24 @@ class Conversation:
         place = {turn: i for i, turn in enumerate(ordered)}
         continued = [None if turn.row_parent is None else place[turn.row_parent] for turn in ordered]
         return rows_of(self.turns(), [None] * len(ordered) if each_turn else continued)
+
+    def _walk(self, messages: Sequence[Message]) -> list[Said]:
+        """The recorded conversations that these messages begin with, one for each message, as far as there are any.
+
+        Most requests repeat the one before and add to it, so its walk is gone on with where the messages are equal.
+        """
+        known, path = self._walked
+        if list(messages[: len(known)]) != known:
+            path = []
+        node = path[-1] if path else self._said
+        for message in messages[len(path) :]:
+            after = node.after(message)
+            if after is None:
+                break
+            path.append(after)
+            node = after
+        self._walked = list(messages[: len(path)]), path
+        return path
 
     def _text_after(self, parent: RecordedTurn, added: Sequence[Message], tools: Tools) -> str | None:
         """What the template writes after the parent's sampled tokens; None where it does not keep them."""

@@ -66,6 +66,24 @@ class TestTokens:
         assert found.turns == named.turns
         assert found.rows == named.rows
 
+    def test_a_parent_that_came_after_a_longer_request_is_found(self) -> None:
+        async def go() -> None:
+            session = session_of(PLAIN, policy_of(PLAIN, digits))
+            prompt = list(session.spec.prompt.messages)
+            other = session_of(PLAIN, policy_of(PLAIN, digits))
+            (foreseen,) = await other.generate(prompt)
+            longer = [*prompt, dict(foreseen.message), user("No.")]
+            (alone,) = await session.generate(longer)  # begins a path of its own: the answer in it was not sampled here
+            (first,) = await session.generate(prompt)
+            assert first.message == foreseen.message
+            (second,) = await session.generate(longer)
+            (third,) = await session.generate([*longer, alone.message, user("No.")])
+            assert (alone.parent, second.parent, third.parent) == (None, first, alone)
+            (elsewhere,) = await session.generate([*prompt, first.message, user("Yes."), alone.message, user("No.")])
+            assert elsewhere.parent is first
+
+        play(go())
+
     def test_an_answer_cut_by_the_cap_is_closed_by_the_template(self) -> None:
         spec = spec_of(PLAIN)
         spec = replace(spec, sampling=replace(spec.sampling, max_new_tokens=2))
