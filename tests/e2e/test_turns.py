@@ -138,3 +138,16 @@ def test_arrival_retries_processes_replicas_and_ranks_change_nothing(
     )
     runs.assert_same(run, other)
     assert sum(row.get("rollout/retries", 0.0) for row in runs.metrics(other)) > 0
+
+
+def test_an_agent_on_servers_goes_on_after_a_kill_with_the_same_bits(
+    agent: tuple[Path, tuple[str, ...]], tmp_path: Path
+) -> None:
+    reference, settings = agent
+    run, settings = tmp_path / "killed", (*settings, "rollout.engine=vllm_server")
+    process = runs.start(run, *settings, launcher="python")
+    wait_for(run / "checkpoints" / "step_000001" / "COMPLETE")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    runs.train(run, *settings, "run.resume=auto", launcher="python")
+    runs.assert_same(reference, run)
