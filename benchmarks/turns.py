@@ -3,8 +3,10 @@
     python benchmarks/turns.py [--turns 128] [--sessions 64] [--out benchmarks/results/turns.json]
 
 length       the project's own time for a turn (prompt, splice, seed, record), early and late in a long episode; the policy here answers at once
-throughput   the same requests through sessions, and sent straight to the engine, each as soon as the one before it has its answer; rounds in turns
-proxy        agents' requests by HTTP, many sessions at once on one process; the policy here answers at once
+throughput   the same requests through sessions, and sent straight to the engine, each as soon as the one before it has its answer; rounds in turns, each
+             with an empty prefix cache
+proxy        agents' requests by HTTP, 256 sessions at once on one process, and one alone; the policy here answers at once. `cpu_ms` is the process's own
+             time for a request: the sessions, and the exchange with the driver, included
 
 The throughput part has a random model of about 20 million parameters on one vLLM engine.
 """
@@ -27,11 +29,18 @@ from typing import Any
 # A script's own folder comes first on the path, where a file of it could hide a package.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import httpx2  # noqa: E402
+
+from configs.compose import load_config  # noqa: E402
 from configs.schema import RolloutConfig, TurnsConfig  # noqa: E402
 from rollout.turns.answers import AnswerReader  # noqa: E402
+from rollout.turns.host import SessionHost  # noqa: E402
+from rollout.turns.players import make_runner  # noqa: E402
+from rollout.turns.rollouts import SessionHosts  # noqa: E402
 from rollout.turns.session import Session, SessionSpec  # noqa: E402
 from rollout.types import Generation, GenerationRequest, Prompt, SampleKey, Sampling  # noqa: E402
 from trainer.data.prompts import PromptCodec  # noqa: E402
+from workers.launch.launcher import make_launcher  # noqa: E402
 
 NO = {"role": "user", "content": "No. Try again."}
 NEW_TOKENS = 8
@@ -63,7 +72,7 @@ class Insisting:
     """A runner that says no until the budget of turns is used up."""
 
     def __init__(self, config: RolloutConfig, *_: Any) -> None:
-        self.turns = config.turns.max_turns
+        self._turns = config.turns.max_turns
 
     async def start(self, sessions: Any, base_url: str | None) -> None:
         """Nothing to load."""
@@ -74,7 +83,7 @@ class Insisting:
     async def run(self, session: Session) -> None:
         """Play one episode."""
         (turn,) = await session.generate(session.spec.prompt.messages)
-        for _ in range(self.turns - 1):
+        for _ in range(self._turns - 1):
             (turn,) = await session.generate([NO], parent=turn)
 
     async def close(self) -> None:
@@ -114,22 +123,27 @@ def throughput(sessions: int, turns: int, rounds: int, folder: Path) -> dict[str
     """Seconds for all episodes through sessions and straight, medians of rounds in turns."""
     from rollout.engines import RolloutEngines
     from rollout.episodes import Rollout
-    from rollout.turns.host import SessionHost
-    from rollout.turns.rollouts import SessionHosts
 
-    launcher, engines = start_engine(folder)
+    launcher, engines, weights = start_engine(folder)
     try:
         config = RolloutConfig(environment="insisting", turns=TurnsConfig(max_turns=turns))
         host = functools.partial(SessionHost, config=config, context=CONTEXT, make_codec=codec, make_runner=Insisting)
         hosts = SessionHosts(launcher.local_group("sessions", host, 1), RolloutEngines(engines))
         hosts.open()
         rollout = Rollout(RolloutEngines(engines), codec_here().decode, 0, hosts=hosts)
+
+        def forget() -> None:
+            """Empty the prefix cache, as new weights do."""
+            rollout.engines.load_weights(weights, 0)
+            rollout.engines.wait_for_weights()
+
         times: dict[str, list[float]] = {"sessions": [], "straight": []}
         for number in range(rounds + 1):  # the first round warms up
-            start = time.perf_counter()
             one = spec()
+            forget()
+            start = time.perf_counter()
             episodes = rollout.start([one.prompt], one.sampling, n=sessions, split="train", step=number + 1).result()
-            middle = time.perf_counter()
+            times["sessions"].append(time.perf_counter() - start)
             chains = [
                 [
                     GenerationRequest(e.key, t.prompt_ids, t.seed, one.sampling, e.key.sample * turns + i)
@@ -137,10 +151,10 @@ def throughput(sessions: int, turns: int, rounds: int, folder: Path) -> dict[str
                 ]
                 for e in episodes
             ]
+            forget()
+            start = time.perf_counter()
             straight(rollout.engines, chains)
-            end = time.perf_counter()
-            times["sessions"].append(middle - start)
-            times["straight"].append(end - middle)
+            times["straight"].append(time.perf_counter() - start)
     finally:
         launcher.close()
     through, alone = median(times["sessions"][1:]), median(times["straight"][1:])
@@ -167,16 +181,14 @@ def straight(engines: Any, chains: list[list[GenerationRequest]]) -> None:
             left.acquire()
 
 
-def start_engine(folder: Path) -> tuple[Any, Any]:
-    """A launcher with one engine of a random model."""
+def start_engine(folder: Path) -> tuple[Any, Any, Any]:
+    """A launcher, a group with one engine of a random model, and the model's weights."""
     import torch
 
-    from configs.compose import load_config
     from trainer.build import rollout_engine
     from trainer.tiny.build import new_policy, save
     from trainer.tiny.recipe import Shape
     from workers import vllm_process
-    from workers.launch.launcher import make_launcher
 
     shape = Shape(
         hidden_size=512,
@@ -188,7 +200,8 @@ def start_engine(folder: Path) -> tuple[Any, Any]:
         max_positions=CONTEXT,
     )
     tokenizer = codec_here().tokenizer
-    save(new_policy(shape, tokenizer, torch.Generator().manual_seed(0)), tokenizer, folder / "policy")
+    policy = new_policy(shape, tokenizer, torch.Generator().manual_seed(0))
+    save(policy, tokenizer, folder / "policy")
     config = load_config(
         [
             "experiment=micro",
@@ -199,7 +212,78 @@ def start_engine(folder: Path) -> tuple[Any, Any]:
         ]
     )
     launcher = make_launcher(config, folder, vllm_process.PRELOAD)
-    return launcher, launcher.engine_group("rollout", rollout_engine(config, CONTEXT, "cpu"), 1)
+    engines = launcher.engine_group("rollout", rollout_engine(config, CONTEXT, "cpu"), 1)
+    return launcher, engines, {name: value.detach() for name, value in policy.named_parameters()}
+
+
+class AtOnce:
+    """Answers in the place of `RolloutEngines`."""
+
+    def __init__(self) -> None:
+        self._ids = codec_here().encode_text("7" * NEW_TOKENS)
+
+    def ask(self, request: GenerationRequest) -> Future[Generation]:
+        """See `RolloutEngines.ask`."""
+        future: Future[Generation] = Future()
+        future.set_result(Generation(request.key, self._ids, (-1.0,) * NEW_TOKENS, "length", 0))
+        return future
+
+
+class MeasuredHost(SessionHost):
+    """Tells its CPU time."""
+
+    def cpu_s(self) -> float:
+        """Of this process so far."""
+        return time.process_time()
+
+
+def proxy(sessions: int, turns: int) -> dict[str, float]:
+    """Milliseconds a request, from a program elsewhere that asks for episodes and plays them by HTTP."""
+    config = RolloutConfig(agent="remote", turns=TurnsConfig(max_turns=turns))
+    host = functools.partial(MeasuredHost, config=config, context=CONTEXT, make_codec=codec, make_runner=make_runner)
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = make_launcher(load_config(["experiment=micro", "launcher.name=torchrun"]), Path(folder))
+        try:
+            group = launcher.local_group("sessions", host, 1)
+            hosts = SessionHosts(group, AtOnce())  # type: ignore[arg-type]
+            hosts.open()
+            assert hosts.addresses[0] is not None
+            found: dict[str, float] = {}
+            for name, count in (("warm_up", 8), ("alone", 1), ("many", sessions)):
+                futures = hosts.start([spec(sample) for sample in range(count)])
+                (before,) = group.run("cpu_s")
+                times = asyncio.run(play_by_http(hosts.addresses[0], count, turns))
+                (after,) = group.run("cpu_s")
+                assert all(future.result().failure is None for future in futures)
+                found |= {f"{name}_cpu_ms": 1e3 * (after - before) / len(times), f"{name}_wait_ms": 1e3 * median(times)}
+        finally:
+            launcher.close()
+    return {name: value for name, value in found.items() if not name.startswith("warm_up")}
+
+
+async def play_by_http(url: str, sessions: int, turns: int) -> list[float]:
+    """Play episodes at the same time; seconds from each request to its answer."""
+    times: list[float] = []
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx2.AsyncClient(trust_env=False, verify=False, limits=limits, timeout=None) as client:
+
+        async def post(path: str, body: Any, key: str = "") -> Any:
+            answer = await client.post(f"{url}/{path}", json=body, headers={"authorization": f"Bearer {key}"})
+            return answer.raise_for_status().json()
+
+        async def play() -> None:
+            episode = await post("episodes/start", {})
+            messages = list(episode["row"]["messages"])
+            for _ in range(turns):
+                start = time.perf_counter()
+                body = {"model": episode["model"], "messages": messages}
+                reply = await post("chat/completions", body, episode["api_key"])
+                times.append(time.perf_counter() - start)
+                messages += [reply["choices"][0]["message"], NO]
+            await post(f"episodes/{episode['id']}/end", {"reward": 1.0})
+
+        await asyncio.gather(*(play() for _ in range(sessions)))
+    return times
 
 
 def main() -> int:
@@ -213,6 +297,7 @@ def main() -> int:
     results: dict[str, dict[str, float]] = {"length": length(args.turns, 20)}
     with tempfile.TemporaryDirectory() as folder:
         results["throughput"] = throughput(args.sessions, 8, args.rounds, Path(folder))
+    results["proxy"] = proxy(256, 8)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1) + "\n")
     for part, found in results.items():
