@@ -95,6 +95,9 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._passes_files = sock.family == socket.AF_UNIX
+        if not self._passes_files:
+            # Nagle's algorithm would hold a small message back, 40 ms at worst, until the one before it is acknowledged.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sending = threading.Lock()
 
     def fileno(self) -> int:

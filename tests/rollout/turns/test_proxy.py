@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import random
 import socket
 from collections.abc import Callable
@@ -35,6 +37,39 @@ def with_client(use: Callable[[Any, Any, Served], Any], **settings: Any) -> Any:
                 return await use(client, session, here)
 
     return asyncio.run(go())
+
+
+def test_an_answer_waits_for_no_acknowledgement() -> None:
+    """Nagle's algorithm is off in the server's end of a connection."""
+
+    async def go() -> None:
+        async with served() as here:
+            url = httpx2.URL(here.url)
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(b"GET /v1/models HTTP/1.1\r\nhost: here\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+            mine = writer.get_extra_info("sockname")
+            (theirs,) = [sock for sock in own_sockets() if peer(sock) == mine]
+            assert theirs.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            writer.close()
+
+    asyncio.run(go())
+
+
+def own_sockets() -> list[socket.socket]:
+    """Copies of this process's sockets."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(socket.socket(fileno=os.dup(int(name))))
+    return found
+
+
+def peer(sock: socket.socket) -> Any:
+    """Who is at the other end, or None."""
+    with contextlib.suppress(OSError):
+        return sock.getpeername()
+    return None
 
 
 def refusal(path: str = "chat", settings: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
