@@ -31,9 +31,9 @@ from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.claim import check_restored, commit
 from trainer.data.sampler import PromptSampler
 from trainer.engine_check import EngineCheck, check_engines
+from trainer.grading import Grader
 from trainer.input_digests import input_digests
 from trainer.inputs import Inputs, judge_context, judge_tokenizer, policy_codec, reward_tokenizer
-from trainer.judge import Judge
 from trainer.ppo import PPO, Parts
 from trainer.record import Record
 from trainer.remote_models import RemoteModels
@@ -216,8 +216,10 @@ def session_group(config: Config, launcher: Launcher, inputs: Inputs) -> WorkerG
 
 def validation_of(config: Config, engines: Engines, inputs: Inputs) -> Validation:
     """The validation on the held-out prompts."""
-    judge = Judge(config.reward, config.trainer.eval_source, config.trainer.eval_threshold)
-    return Validation(engines.rollout, engines.reward, config.rollout, inputs.validation.prompts, inputs.eos_ids, judge)
+    grader = Grader(config.reward, config.trainer.eval_source, config.trainer.eval_threshold)
+    return Validation(
+        engines.rollout, engines.reward, config.rollout, inputs.validation.prompts, inputs.eos_ids, grader
+    )
 
 
 def assemble(

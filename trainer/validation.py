@@ -11,7 +11,7 @@ from reward.manager import RewardManager
 from rollout.episodes import Rollout
 from rollout.sampling import sampling_from_config
 from rollout.types import Episode, Prompt, Score
-from trainer.judge import Judge
+from trainer.grading import Grader
 from trainer.metrics import mean_of
 
 
@@ -34,7 +34,7 @@ class Validation:
 
     Args:
         prompts: the held-out prompts, in fixed order.
-        judge: says which samples are right.
+        grader: says which samples are right.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Validation:
         config: RolloutConfig,
         prompts: Sequence[Prompt],
         eos_ids: Sequence[int],
-        judge: Judge,
+        grader: Grader,
     ) -> None:
         self.rollout = rollout
         self.reward = reward
         self.prompts = prompts
         self.eos_ids = tuple(eos_ids)
-        self.judge = judge
+        self.grader = grader
         self.passes: dict[str, SamplingConfig] = {"validation": config.validation}
         if config.validation_sampled is not None:
             self.passes["validation_sampled"] = config.validation_sampled
@@ -77,7 +77,7 @@ class Validation:
             result.scores += scores
             prefix = split.replace("validation", "val")
             result.metrics |= pass_metrics(prefix, episodes, scores)
-            accuracies = self.judge.metrics(episodes, scores, settings.n)
+            accuracies = self.grader.metrics(episodes, scores, settings.n)
             result.metrics |= {f"{prefix}/{name}": value for name, value in accuracies.items()}
             rows = [row for e in episodes for row in e.rows]
             result.digests[f"{split}/token_ids"] = digest_value([list(row.response_ids) for row in rows])

@@ -6,7 +6,7 @@ import pytest
 
 from configs.schema import RewardConfig, RewardFunctionConfig
 from rollout.types import Episode, Prompt, SampleKey, Score
-from trainer.judge import Judge, answer_text
+from trainer.grading import Grader, answer_text
 from trainer.validation import pass_metrics
 
 FUNCTIONS = RewardConfig(
@@ -24,17 +24,17 @@ def episode(task: int, sample: int, text: str = "", source: str = "sums", finish
 
 def test_the_first_function_judges_unless_another_source_is_named():
     score = Score(0.9, {"model": 5.0, "correct": 1.0, "short": 0.5})
-    assert Judge(FUNCTIONS).right(score) is True
-    assert Judge(FUNCTIONS, "short").right(score) is False
-    assert Judge(FUNCTIONS, "short", 0.5).right(score) is True
-    assert Judge(FUNCTIONS, "model").right(score) is True
-    assert Judge(FUNCTIONS, "total").right(score) is False
-    assert Judge(RewardConfig()).right(Score(1.0, {"model": 1.0})) is True
+    assert Grader(FUNCTIONS).right(score) is True
+    assert Grader(FUNCTIONS, "short").right(score) is False
+    assert Grader(FUNCTIONS, "short", 0.5).right(score) is True
+    assert Grader(FUNCTIONS, "model").right(score) is True
+    assert Grader(FUNCTIONS, "total").right(score) is False
+    assert Grader(RewardConfig()).right(Score(1.0, {"model": 1.0})) is True
 
 
 def test_a_sample_that_was_not_scored_is_neither_right_nor_wrong():
-    assert Judge(FUNCTIONS).right(Score(0.0, {"correct": 1.0}, dropped=True)) is None
-    assert Judge(FUNCTIONS).right(Score(-1.0, {"short": 1.0}, error="correct hung")) is None
+    assert Grader(FUNCTIONS).right(Score(0.0, {"correct": 1.0}, dropped=True)) is None
+    assert Grader(FUNCTIONS).right(Score(-1.0, {"short": 1.0}, error="correct hung")) is None
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_metrics_by_source_of_prompts_leave_unscored_samples_out():
         Score(1, {"correct": 1.0}),
         Score(0, {}, dropped=True),
     ]
-    assert Judge(FUNCTIONS).metrics(episodes, scores, samples=2) == {
+    assert Grader(FUNCTIONS).metrics(episodes, scores, samples=2) == {
         "other/pass@1": 1.0,
         "sums/pass@1": 0.5,
         "sums/pass@2": 1.0,

@@ -15,12 +15,12 @@ from rollout.types import Episode, Score
 from trainer.passk import Tries, accuracy
 
 TOTAL = "total"
-"""Name of the weighted sum among the sources that may judge."""
+"""Name of the weighted sum among the sources that may decide."""
 _BOX = "\\boxed{"
 
 
-class Judge:
-    """Judges samples by the scores that they have.
+class Grader:
+    """Says which samples are right, by the scores that they have.
 
     Args:
         reward: the reward group.
