@@ -68,6 +68,17 @@ def codec_here() -> PromptCodec:
     return codec()
 
 
+def sevens(request: GenerationRequest) -> Generation:
+    """The answer of a policy that costs nothing."""
+    return Generation(request.key, answer_ids(), (-1.0,) * NEW_TOKENS, "length", 0)
+
+
+@functools.cache
+def answer_ids() -> tuple[int, ...]:
+    """The tokens of that answer."""
+    return tuple(codec_here().encode_text("7" * NEW_TOKENS))
+
+
 class Insisting:
     """A runner that says no until the budget of turns is used up."""
 
@@ -94,8 +105,7 @@ def length(turns: int, episodes: int) -> dict[str, float]:
     """Milliseconds a turn around turn 8 and at the end, with the parent named (environments) and found in the messages (chat completions)."""
 
     async def at_once(request: GenerationRequest) -> Generation:
-        ids = codec_here().encode_text("7" * NEW_TOKENS)
-        return Generation(request.key, ids, (-1.0,) * NEW_TOKENS, "length", 0)
+        return sevens(request)
 
     async def play(named: bool) -> list[float]:
         limits = TurnsConfig(max_turns=turns)
@@ -219,13 +229,10 @@ def start_engine(folder: Path) -> tuple[Any, Any, Any]:
 class AtOnce:
     """Answers in the place of `RolloutEngines`."""
 
-    def __init__(self) -> None:
-        self._ids = codec_here().encode_text("7" * NEW_TOKENS)
-
     def ask(self, request: GenerationRequest) -> Future[Generation]:
         """See `RolloutEngines.ask`."""
         future: Future[Generation] = Future()
-        future.set_result(Generation(request.key, self._ids, (-1.0,) * NEW_TOKENS, "length", 0))
+        future.set_result(sevens(request))
         return future
 
 

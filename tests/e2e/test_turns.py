@@ -71,6 +71,12 @@ def test_servers_as_engines_change_nothing(tries: Path, tmp_path: Path) -> None:
 CLOCK = """
 import time
 
+async def run(session, row):
+    for _ in range(2):
+        messages = [{"role": "user", "content": str(time.time_ns())}]
+        await session.client.chat.completions.create(model=session.model, messages=messages)
+    return 1.0
+
 class Clock:
     def reset(self, row, seed):
         return []
@@ -80,13 +86,14 @@ class Clock:
 """
 
 
-def test_an_environment_that_reads_the_clock_is_caught_by_the_audit(tmp_path: Path) -> None:
-    (tmp_path / "my_env.py").write_text(CLOCK)
-    settings = [*TURNS[:1], f"rollout.environment={tmp_path / 'my_env.py'}:Clock", *TURNS[2:4]]
+@pytest.mark.parametrize(("kind", "name", "turn"), [("environment", "Clock", 1), ("agent", "run", 0)])
+def test_code_that_reads_the_clock_is_caught_by_the_audit(tmp_path: Path, kind: str, name: str, turn: int) -> None:
+    (tmp_path / "clock.py").write_text(CLOCK)
+    settings = [*TURNS[:1], f"rollout.{kind}={tmp_path / 'clock.py'}:{name}", *TURNS[2:4]]
     process = runs.start(tmp_path / "run", *settings, "rollout.turns.audit_episodes=1", launcher="python")
     output, _ = process.communicate(timeout=300)
     assert process.returncode != 0
-    assert "was played twice with the same seeds and differs: turn 1, prompt_ids" in output
+    assert f"was played twice with the same seeds and differs: turn {turn}, prompt_ids" in output
 
 
 AGENT = """
@@ -125,15 +132,16 @@ def test_an_agents_paths_are_rows_and_each_turn_is_trained_once(agent: tuple[Pat
     assert row["rollout/rows"] == 32
 
 
-def test_arrival_retries_processes_replicas_and_ranks_change_nothing(
-    agent: tuple[Path, tuple[str, ...]], tmp_path: Path
+@pytest.mark.parametrize("launcher", ["torchrun", "ray"])
+def test_arrival_retries_processes_replicas_launcher_and_ranks_change_nothing(
+    agent: tuple[Path, tuple[str, ...]], tmp_path: Path, launcher: str
 ) -> None:
     run, settings = agent
     other = runs.train(
         tmp_path / "other",
         *settings,
         *("rollout.turns.params.chaos=true", "rollout.replicas=2", "rollout.proxy.processes=2"),
-        launcher="torchrun",
+        launcher=launcher,
         ranks=2,
     )
     runs.assert_same(run, other)

@@ -22,7 +22,7 @@ def episode(task: int, sample: int, text: str = "", source: str = "sums", finish
     return Episode(SampleKey(task, sample), prompt, 0, (2, 3), (True, True), (-1.0, -1.0), finish, text)
 
 
-def test_the_first_function_judges_unless_another_source_is_named():
+def test_the_first_function_decides_unless_another_source_is_named():
     score = Score(0.9, {"model": 5.0, "correct": 1.0, "short": 0.5})
     assert Grader(FUNCTIONS).right(score) is True
     assert Grader(FUNCTIONS, "short").right(score) is False

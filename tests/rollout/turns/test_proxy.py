@@ -48,28 +48,22 @@ def test_an_answer_waits_for_no_acknowledgement() -> None:
             reader, writer = await asyncio.open_connection(url.host, url.port)
             writer.write(b"GET /v1/models HTTP/1.1\r\nhost: here\r\n\r\n")
             assert (await reader.readline()).startswith(b"HTTP/1.1 401")
-            mine = writer.get_extra_info("sockname")
-            (theirs,) = [sock for sock in own_sockets() if peer(sock) == mine]
-            assert theirs.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            with own_socket_to(writer.get_extra_info("sockname")) as theirs:
+                assert theirs.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             writer.close()
 
     asyncio.run(go())
 
 
-def own_sockets() -> list[socket.socket]:
-    """Copies of this process's sockets."""
-    found = []
+def own_socket_to(address: Any) -> socket.socket:
+    """A copy of this process's socket whose other end has this address."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.append(socket.socket(fileno=os.dup(int(name))))
-    return found
-
-
-def peer(sock: socket.socket) -> Any:
-    """Who is at the other end, or None."""
-    with contextlib.suppress(OSError):
-        return sock.getpeername()
-    return None
+        with contextlib.suppress(OSError):  # no socket, or one without another end
+            sock = socket.socket(fileno=os.dup(int(name)))
+            if sock.getpeername() == address:
+                return sock
+            sock.close()
+    raise AssertionError(f"no socket is connected to {address}")
 
 
 def refusal(path: str = "chat", settings: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:

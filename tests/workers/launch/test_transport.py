@@ -72,10 +72,10 @@ def test_values_arrive_as_they_were(ends, value):
     assert_equal(blob.value(), value)
 
 
+@pytest.mark.parametrize("ends", ["tcp"], indirect=True)
 def test_a_small_message_waits_for_no_acknowledgement(ends):
     for channel in ends:
-        if channel.sock.family == socket.AF_INET:
-            assert channel.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert channel.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_message_of_several_blobs_large_and_small_keeps_their_order(ends):
