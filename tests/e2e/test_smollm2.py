@@ -37,3 +37,25 @@ def test_two_steps_with_a_calculator(tmp_path):
     steps = runs.metrics(run)
     assert [row["step"] for row in steps] == [1, 2]
     assert steps[0]["rollout/turns/max"] > 1, "no answer called the tool"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_tools_have_the_same_bits_on_more_processes_replicas_and_ranks(tmp_path):
+    def train(name, *settings):
+        command = [
+            *(sys.executable, "-m", "trainer.main_ppo", "experiment=smollm2_tools", "full_determinism=true"),
+            *("tracking=disabled", "trainer.total_steps=1", f"run.dir={tmp_path / name}", *settings),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=700, check=False)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+        return tmp_path / name
+
+    one = train("one", "launcher.name=torchrun")
+    two = train(
+        "two",
+        *("launcher.name=ray", "launcher.num_ranks=2", "rollout.replicas=2", "rollout.proxy.processes=2"),
+        "rollout.turns.audit_episodes=4",
+    )
+    assert runs.metrics(one)[0]["rollout/turns/max"] > 1, "no answer called the tool"
+    runs.assert_same(one, two)
