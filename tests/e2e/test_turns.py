@@ -10,6 +10,7 @@ from tests.e2e import runs
 from tests.e2e.golden import TURNS, golden_file
 from tests.e2e.test_golden import assert_golden
 from tests.e2e.test_levels import wait_for
+from trainer.tiny.tokenizer import CHAT_TEMPLATE
 
 pytestmark = pytest.mark.timeout(580)
 
@@ -94,6 +95,52 @@ def test_code_that_reads_the_clock_is_caught_by_the_audit(tmp_path: Path, kind: 
     output, _ = process.communicate(timeout=300)
     assert process.returncode != 0
     assert f"was played twice with the same seeds and differs: turn {turn}, prompt_ids" in output
+
+
+TOOL = '''
+import json
+import re
+from vllm.entrypoints.generate.base.protocol import ExtractedToolCallInformation, FunctionCall, ToolCall
+from vllm.tool_parsers.abstract_tool_parser import ToolParser
+
+class Halving(ToolParser):
+    """An answer that ends with an even digit asks for its half; others are answers. So untrained models call, too."""
+
+    def extract_tool_calls(self, model_output, request):
+        even = re.search(r"([02468])$", model_output)
+        call = FunctionCall(name="half", arguments=json.dumps({"number": int(even[1])})) if even else None
+        calls = [ToolCall(function=call)] if call else []
+        return ExtractedToolCallInformation(tools_called=bool(calls), tool_calls=calls, content=model_output)
+
+def half(number: int) -> int:
+    """
+    Halves a number.
+
+    Args:
+        number: The number.
+    """
+    return number // 2
+'''
+TOOLS_BY_NAME = "{%- if tools %}{{ '<system>' + tools[0].function.name }}{% endif -%}" + CHAT_TEMPLATE
+
+
+def test_tools_have_the_same_bits_on_servers_ranks_replicas_and_processes(tmp_path: Path) -> None:
+    (tmp_path / "tool.py").write_text(TOOL)
+    (tmp_path / "tools.jinja").write_text(TOOLS_BY_NAME)
+    settings = (
+        *("rollout.environment=tools", f"rollout.turns.params.tools=[{tmp_path / 'tool.py'}:half]"),
+        *(
+            f"rollout.turns.tool_parser={tmp_path / 'tool.py'}:Halving",
+            f"model.chat_template={tmp_path / 'tools.jinja'}",
+        ),
+        *("rollout.turns.max_turns=3", "rollout.turns.max_tokens=64"),
+    )
+    one = runs.train(tmp_path / "one", *settings, "rollout.turns.audit_episodes=3", launcher="python")
+    row = runs.metrics(one)[-1]
+    assert (row["rollout/turns/min"], row["rollout/turns/max"], row["rollout/forked_turns"]) == (1, 3, 0)
+    others = ("rollout.engine=vllm_server", "rollout.replicas=2", "rollout.proxy.processes=2")
+    two = runs.train(tmp_path / "two", *settings, *others, launcher="torchrun", ranks=2)
+    runs.assert_same(one, two)
 
 
 AGENT = """
