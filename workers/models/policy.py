@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs.schema import FsdpConfig, LoraConfig, OptimizerConfig
 from workers.models.batch import MiniBatch, PolicyOutputs, TokenBatch, UpdateResult
+from workers.models.head import ChosenRows, Compute, HeadInputs, in_place_of, linear_head, row_outputs
 from workers.models.hf_config import load_config
 from workers.models.lora import adapters_off, add_adapters, base_name
 from workers.models.optim import Loss
@@ -25,7 +26,7 @@ from workers.models.sharding import decoder_layers, materialise, shard
 class Reference(Protocol):
     """A frozen policy."""
 
-    def scoring(self) -> AbstractContextManager[nn.Module]:
+    def scoring(self) -> AbstractContextManager[Network]:
         """The network to run, as long as the context is open."""
         ...
 
@@ -35,17 +36,45 @@ class Reference(Protocol):
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """Log-softmax rows of a leaf's trained tokens, in row-major order of the mask."""
+class Network:
+    """A causal language model, and how its logits come about."""
 
-    logprobs: Tensor
-    """[M, V] float32, nats, temperature applied."""
+    model: nn.Module
+    head: nn.Linear | None = None
+    """The head, when its outputs are the logits (`workers.models.head.linear_head`): they are then computed for the trained tokens
+    only, a chunk at a time. None: the model computes all logits of the columns that are asked for."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which outputs of a forward pass are wanted."""
+
+    columns: Tensor
+    """[K] int64; columns in which some sequence has a trained token."""
+    chosen: Tensor
+    """[M] int64; the trained tokens among the N * K, row-major."""
     targets: Tensor
-    """[M] int64; the tokens that were sampled."""
+    """[M] int64; the tokens that were sampled there."""
+
+    @classmethod
+    def of(cls, leaf: TokenBatch) -> Rows:
+        """The rows of a leaf.
+
+        Raises:
+            ValueError: the mask is True in column 0, which no token precedes.
+        """
+        if bool(leaf.mask[:, 0].any()):
+            raise ValueError("the mask is True in column 0; a sequence's first token has no log-probability")
+        columns = leaf.mask.any(dim=0).nonzero().squeeze(1)
+        if columns.numel() == 0:
+            # Nothing to train on, yet backward must still run this rank's collectives.
+            columns = torch.ones(1, dtype=torch.int64, device=leaf.mask.device)
+        chosen = leaf.mask[:, columns].flatten().nonzero().squeeze(1)
+        return cls(columns, chosen, leaf.input_ids[:, columns].flatten()[chosen])
 
 
 def token_logprobs(
-    model: nn.Module, leaf: TokenBatch, temperature: float, entropy: bool, reference: Reference | None = None
+    network: Network, leaf: TokenBatch, temperature: float, entropy: bool, reference: Reference | None = None
 ) -> PolicyOutputs:
     """Log-probabilities and entropies of the distribution that was sampled from: softmax(logits / temperature).
 
@@ -64,42 +93,54 @@ def token_logprobs(
     Raises:
         ValueError: the mask is True in column 0, which no token precedes.
     """
+    rows = Rows.of(leaf)
     other = None
     if reference is not None:
-        with torch.no_grad(), reference.scoring() as network:
-            other = _sampled_rows(network, leaf, temperature).logprobs
-    sampled = _sampled_rows(model, leaf, temperature)
-    chosen = sampled.logprobs.gather(1, sampled.targets.unsqueeze(1)).squeeze(1)
-    with torch.set_grad_enabled(entropy and torch.is_grad_enabled()):
-        entropies = -(sampled.logprobs.exp() * sampled.logprobs).sum(dim=-1)
-    full_kl = None
-    if other is not None:
-        full_kl = _place((sampled.logprobs.exp() * (sampled.logprobs - other)).sum(dim=-1), leaf.mask)
-    return PolicyOutputs(_place(chosen, leaf.mask), _place(entropies, leaf.mask), full_kl)
+        with torch.no_grad(), reference.scoring() as frozen:
+            other = _head_inputs(frozen, leaf, rows)
+
+    def compute(inputs: HeadInputs) -> Tensor:
+        return row_outputs(inputs, rows.targets, temperature, entropy_gradient=entropy, reference=other)
+
+    outputs = _forward(network, leaf, rows, compute)
+    logprobs, entropies, kl = (_place(values, leaf.mask) for values in outputs)
+    return PolicyOutputs(logprobs, entropies if entropy else entropies.detach(), kl if reference is not None else None)
 
 
-def _sampled_rows(model: nn.Module, leaf: TokenBatch, temperature: float) -> Sampled:
-    """Forward pass. The language-model head runs only for columns in which some row has a trained token.
+def _forward(network: Network, leaf: TokenBatch, rows: Rows, compute: Compute) -> Tensor:
+    """One forward pass; `compute` is called inside it, where the parameters are whole, with what the head would get.
 
     No attention mask: sequences start at column 0 and attention is causal, so padding is never seen.
     """
     count, width = leaf.input_ids.shape
-    device = leaf.input_ids.device
-    if bool(leaf.mask[:, 0].any()):
-        raise ValueError("the mask is True in column 0; a sequence's first token has no log-probability")
-    columns = leaf.mask.any(dim=0).nonzero().squeeze(1)
-    if columns.numel() == 0:
-        # Nothing to train on, yet backward must still run this rank's collectives.
-        columns = torch.ones(1, dtype=torch.int64, device=device)
-    positions = torch.arange(width, device=device).expand(count, width)
-    logits = model(
-        input_ids=leaf.input_ids, position_ids=positions, use_cache=False, logits_to_keep=columns - 1
-    ).logits  # [N, K, V]
-    if logits.shape[1] != len(columns):
-        raise ValueError(f"{type(model).__name__} gave logits for {logits.shape[1]} columns instead of {len(columns)}")
-    rows = leaf.mask[:, columns].flatten().nonzero().squeeze(1)  # [M], of N * K
-    scores = logits.flatten(0, 1).index_select(0, rows).float() / temperature
-    return Sampled(scores.log_softmax(dim=-1), leaf.input_ids[:, columns].flatten()[rows])
+    positions = torch.arange(width, device=leaf.input_ids.device).expand(count, width)
+
+    def run() -> Tensor:
+        return network.model(
+            input_ids=leaf.input_ids, position_ids=positions, use_cache=False, logits_to_keep=rows.columns - 1
+        ).logits
+
+    if network.head is not None:
+        with in_place_of(network.head, ChosenRows(network.head, rows.chosen, compute)):
+            return run()
+    logits = run()  # [N, K, V]
+    if logits.shape[1] != len(rows.columns):
+        raise ValueError(
+            f"{type(network.model).__name__} gave logits for {logits.shape[1]} columns instead of {len(rows.columns)}"
+        )
+    return compute(HeadInputs(logits.flatten(0, 1).index_select(0, rows.chosen)))
+
+
+def _head_inputs(network: Network, leaf: TokenBatch, rows: Rows) -> HeadInputs:
+    """What the head of a frozen model would get."""
+    found: list[HeadInputs] = []
+
+    def keep(inputs: HeadInputs) -> Tensor:
+        found.append(inputs)
+        return inputs.hidden[:0]
+
+    _forward(network, leaf, rows, keep)
+    return found[0]
 
 
 def _place(values: Tensor, mask: Tensor) -> Tensor:
@@ -155,6 +196,11 @@ class PolicyModel(ShardedModel):
         shard(network, mesh, fsdp, full_determinism)
         materialise(network, device, bound.read)
         super().__init__(network, hf_config, device, optim, total_steps, lora if adapters else None, bound.stored)
+        if self.updater is None:
+            # The head of a reference is needed once more in the actor's backward pass.
+            network.set_reshard_after_forward(False, recurse=False)
+        self.net = Network(network, linear_head(network))
+        self.release()
 
     def forward(self, leaf: TokenBatch, loss: Loss | None) -> PolicyOutputs:
         """Outputs of one leaf. A loss says what else it needs: `needs_entropy_gradient`, `needs_full_kl`.
@@ -165,7 +211,7 @@ class PolicyModel(ShardedModel):
         entropy, full_kl = (bool(getattr(loss, name, False)) for name in ("needs_entropy_gradient", "needs_full_kl"))
         if full_kl and self.reference is None:
             raise ValueError("the loss needs the KL over the vocabulary, but this trainer has no reference")
-        return token_logprobs(self.network, leaf, self.temperature, entropy, self.reference if full_kl else None)
+        return token_logprobs(self.net, leaf, self.temperature, entropy, self.reference if full_kl else None)
 
     def update(self, mini_batches: Sequence[MiniBatch], loss: Loss) -> list[UpdateResult]:
         """As `ShardedModel.update`."""
@@ -184,9 +230,9 @@ class PolicyModel(ShardedModel):
             raise ValueError(f"temperature {temperature} was asked for, but the model trains at {self.temperature}")
         return [(outputs.logprobs.cpu(), outputs.entropy.cpu()) for outputs in self.score(leaves)]
 
-    def scoring(self) -> AbstractContextManager[nn.Module]:
+    def scoring(self) -> AbstractContextManager[Network]:
         """The network, as a reference."""
-        return nullcontext(self.network)
+        return nullcontext(self.net)
 
 
 class BaseOfAdapters:
@@ -200,9 +246,11 @@ class BaseOfAdapters:
         with self.scoring():
             return self.actor.logprobs(leaves, temperature)
 
-    def scoring(self) -> AbstractContextManager[nn.Module]:
+    @contextmanager
+    def scoring(self) -> Iterator[Network]:
         """The network without adapters."""
-        return adapters_off(self.actor.network)
+        with adapters_off(self.actor.network):
+            yield self.actor.net
 
     def release(self) -> None:
         """Free gathered parameters."""

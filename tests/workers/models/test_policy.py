@@ -14,7 +14,7 @@ from configs.schema import FsdpConfig, OptimizerConfig
 from tests.workers.models._models import RatioLoss, batch, leaves_of, mini_batch, save_checkpoint
 from tests.workers.models._ranks import on_ranks
 from workers.models.batch import TokenBatch
-from workers.models.policy import PolicyModel, token_logprobs
+from workers.models.policy import Network, PolicyModel, token_logprobs
 from workers.models.sharding import rank_mesh
 
 
@@ -44,7 +44,7 @@ class TwoTokens(nn.Module):
 
 def test_temperature_divides_the_logits():
     leaf = TokenBatch(torch.tensor([[1, 0]]), torch.tensor([2]), torch.tensor([[False, True]]))
-    outputs = token_logprobs(TwoTokens(), leaf, temperature=0.5, entropy=False)
+    outputs = token_logprobs(Network(TwoTokens()), leaf, temperature=0.5, entropy=False)
     assert outputs.logprobs[0, 1].item() == pytest.approx(-0.018150, abs=1e-6)
     p = 1 / (1 + math.exp(-4))
     assert outputs.entropy[0, 1].item() == pytest.approx(-(p * math.log(p) + (1 - p) * math.log(1 - p)), abs=1e-6)
@@ -54,7 +54,7 @@ def test_temperature_divides_the_logits():
 def test_a_first_token_has_no_logprob():
     leaf = TokenBatch(torch.tensor([[1, 0]]), torch.tensor([2]), torch.tensor([[True, True]]))
     with pytest.raises(ValueError, match="column 0"):
-        token_logprobs(TwoTokens(), leaf, temperature=1.0, entropy=False)
+        token_logprobs(Network(TwoTokens()), leaf, temperature=1.0, entropy=False)
 
 
 def score_at_temperature(path: str, leaf: TokenBatch) -> tuple:
@@ -221,7 +221,7 @@ def test_updates_are_those_of_unsharded_torch(path, tmp_path, ranks):
     for seed, norm in zip((1, 2), norms, strict=True):
         mini = mini_batch(leaves_of(batch(8, 17, seed=seed), 2), 0, 1)
         for leaf in mini.leaves:
-            RatioLoss()(token_logprobs(plain, leaf, 0.9, entropy=True), leaf, mini.totals)[0].backward()
+            RatioLoss()(token_logprobs(Network(plain), leaf, 0.9, entropy=True), leaf, mini.totals)[0].backward()
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         assert norm == pytest.approx(expected.item(), rel=1e-4)
         assert norm > 0.5  # clipping took part
